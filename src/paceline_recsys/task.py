@@ -1,7 +1,7 @@
 """Recommendation: click prediction with binary cross-entropy and the area under the ROC curve.
 
-This package holds all that is particular to it: samples (``dataset.py``, ``pipeline.py`` and, by name, ``sets``), networks
-(``networks.py``), and what answers lines of samples with trained weights (``predictor.py``).
+This package holds all that is particular to it: samples (``dataset.py``, ``pipeline.py`` and, by name, ``sets``),
+networks (``networks.py``), and what predicts the clicks of lines with trained weights (``predictor.py``).
 """
 
 from __future__ import annotations

@@ -20,18 +20,19 @@ import numpy as np
 from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
 
-from paceline.data.boxes.sets.coco import existing_folder
 from paceline.data.disk_cache import cached, stamp_or_none
 from paceline.data.image.dataset import stratified_split
 from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, decode, read_file, upright_size
 from paceline.data.image.source import EXTENSIONS, Image
-from paceline.data.masks.dataset import IGNORED, LabelMap, MaskDataset
 from paceline.data.splits import SPLIT_NAMES, TEST, TRAIN, split_folders
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import one_form
 from paceline.files import SkippedItems, has_extension, is_folder, list_files, visible_entries
 from paceline.recipe.data import Data
+from paceline_vision.inspection import pictures_with_label_maps
+from paceline_vision.segmentation.dataset import IGNORED, LabelMap, MaskDataset
+from paceline_vision.sets.coco import existing_folder
 
 _INDICES = ("L", "P", "P;1", "P;2", "P;4")  # Pillow's pixel modes that keep the stored values
 _READERS = 8
@@ -118,7 +119,7 @@ def _split_folders(root: Path, *, score_all: bool) -> list[Path]:
     return folders[:1]
 
 
-@dataset("masks", kind="masks", keys=("path", "validation_fraction"))
+@dataset("masks", kind="masks", keys=("path", "validation_fraction"), pictures=pictures_with_label_maps)
 def open_masks(data: Data) -> MaskDataset:
     """Open the folder given in a recipe's `data` section.
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.metrics.average_precision import AveragePrecision, ImageDetections
+from paceline_vision.detection.average_precision import AveragePrecision, ImageDetections
 
 SIDE = 48
 

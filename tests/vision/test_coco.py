@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings, strategies
 from PIL import Image
 
-from paceline.data.boxes.dataset import BoxDataset
-from paceline.data.boxes.sets.coco import files_of_pictures, mask_of, open_coco, outline_fault, read_annotations
 from paceline.data.image.datasets import content_of_files
 from paceline.errors import DataError
 from paceline.recipe.data import Boxes, Data
+from paceline_vision.detection.dataset import BoxDataset
+from paceline_vision.sets.coco import mask_of, open_coco, outline_fault, read_annotations
 
 # pycocotools' own, of NumPy 2.
 pytestmark = pytest.mark.filterwarnings(
@@ -215,7 +215,7 @@ def test_the_digest_is_that_of_the_annotations(root: Path) -> None:
 def test_pictures_have_a_digest_of_their_own(root: Path) -> None:
     def found() -> str | None:
         coco = opened(root)
-        return content_of_files(files_of_pictures(coco), coco.digest)[0]
+        return content_of_files(coco.files, coco.digest)[0]
 
     before = found()
     Image.new("RGB", (16, 12), "blue").save(root / "val" / "b.png")

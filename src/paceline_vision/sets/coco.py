@@ -18,9 +18,6 @@ from unicodedata import normalize
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.boxes.dataset import BoxDataset, Objects
-from paceline.data.boxes.plausibility import implausible
-from paceline.data.boxes.sets.shapes import assumed_shapes
 from paceline.data.image.decode import decode
 from paceline.data.image.source import Image
 from paceline.data.splits import TEST, TRAIN, UNREAD_SPLITS, VALIDATION, split_folders, split_of
@@ -30,6 +27,10 @@ from paceline.escaping import one_form, utf8
 from paceline.files import SkippedItems, list_files, refuse_archive, refuse_special_inputs
 from paceline.plain_json import load_json
 from paceline.recipe.data import Data
+from paceline_vision.detection.dataset import BoxDataset, Objects
+from paceline_vision.detection.plausibility import implausible
+from paceline_vision.inspection import pictures_with_boxes
+from paceline_vision.sets.shapes import assumed_shapes
 
 _OFFSET, _CONTINUES, _NEGATIVE = 48, 32, 16  # to characters of a compressed string, which hold 5 bits each
 _LONGEST_NUMBER = 7  # characters, 35 bits: more than the number of pixels of any accepted picture
@@ -201,7 +202,7 @@ class CocoSource:
         return os.path.join(self._folder, self._annotations.names[int(self._samples[sample])])
 
 
-@dataset("coco", kind="boxes", keys=("path", "detection"), stand_in=assumed_shapes)
+@dataset("coco", kind="boxes", keys=("path", "detection"), stand_in=assumed_shapes, pictures=pictures_with_boxes)
 def open_coco(data: Data) -> BoxDataset:
     """Open COCO's folders, or ``PATH/{train,val or test}/`` with pictures and ``annotations.json``.
 
@@ -246,13 +247,15 @@ def open_coco(data: Data) -> BoxDataset:
     for folder, _, said, _ in splits_read:
         _report_unnamed(folder, said, left_out)
     implausible = tuple(sentence for _, _, said, _ in splits_read for sentence in said.implausible)
+    splits = CocoSource(train_folder, train, samples), CocoSource(held_folder, held_out)
     return BoxDataset(
         name="coco",
-        train=CocoSource(train_folder, train, samples),
-        validation=CocoSource(held_folder, held_out),
+        train=splits[0],
+        validation=splits[1],
         classes=tuple(classes.values()),
         digest=digest.hexdigest(),
         facts=counts,
+        files=tuple(split.path(sample) for split in splits for sample in range(len(split))),
         implausible=implausible,
         is_unscored=bool(len(held_out.names) and held_out.crowd.all()),
         left_out=(
@@ -279,12 +282,6 @@ def existing_folder(path: str | None, dataset: str, content: str) -> Path:
     if not root.is_dir():
         raise DataError(f"data.path={path} is not a folder; give the one that holds {content}.")
     return root
-
-
-def files_of_pictures(dataset: BoxDataset) -> tuple[str, ...]:
-    """Return the paths of the pictures; empty if they are synthetic."""
-    splits = [each for each in (dataset.train, dataset.validation) if isinstance(each, CocoSource)]
-    return tuple(split.path(sample) for split in splits for sample in range(len(split)))
 
 
 def read_annotations(

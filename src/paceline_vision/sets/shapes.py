@@ -14,11 +14,11 @@ from functools import cached_property, lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.boxes.dataset import BoxDataset, Objects
 from paceline.data.image.source import Image
 from paceline.data.random_draws import uniforms
 from paceline.dataset_registry import dataset
 from paceline.recipe.data import Data, GeneratedBoxes
+from paceline_vision.detection.dataset import BoxDataset, Objects
 
 CLASSES = ("disc", "rectangle", "triangle")
 

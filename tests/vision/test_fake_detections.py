@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
 from paceline.errors import ModelError
-from paceline.models.detectors import SmallPyramid, small_fasterrcnn
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task
@@ -24,6 +23,7 @@ from paceline.trainer.fake_step import fake_step
 from paceline.world import World
 from paceline_advisor.memory.replay import peak_of
 from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP, trace_step, trace_steps
+from paceline_vision.detection.networks import SmallPyramid, small_fasterrcnn
 
 CPU = torch.device("cpu")
 # So that a network that has learned nothing finds as much as one that has.

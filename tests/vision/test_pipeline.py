@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.boxes.dataset import BoxDataset, Objects
-from paceline.data.boxes.sets.shapes import open_shapes
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.masks.dataset import IGNORED, MaskDataset, from_objects
-from paceline.data.masks.pipeline import MaskPipeline, MaskView, fitted_size
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Normalize, Placement
 from paceline.recipe.data import Augment, GeneratedBoxes
 from paceline.world import World
+from paceline_vision.detection.dataset import BoxDataset, Objects
+from paceline_vision.segmentation.dataset import IGNORED, MaskDataset, from_objects
+from paceline_vision.segmentation.pipeline import MaskPipeline, MaskView, fitted_size
+from paceline_vision.sets.shapes import open_shapes
 
 CPU = Placement(device=torch.device("cpu"))
 CROPPED = Augment(crop="random_resized", scale=(0.2, 1), flip=0.5)

@@ -15,12 +15,12 @@ import pytest
 from PIL import Image
 
 from paceline.data import disk_cache
-from paceline.data.boxes.sets.shapes import open_shapes
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.masks.dataset import from_objects
-from paceline.data.masks.sets.folder import open_masks
 from paceline.errors import DataError
 from paceline.recipe.data import Data, GeneratedBoxes
+from paceline_vision.segmentation.dataset import from_objects
+from paceline_vision.sets.masks import open_masks
+from paceline_vision.sets.shapes import open_shapes
 
 Folder = Callable[..., Path]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.data.boxes.sets.shapes import CLASSES, open_shapes
 from paceline.recipe.data import GeneratedBoxes
+from paceline_vision.sets.shapes import CLASSES, open_shapes
 
 WANTED = ([57, 61], [2, 1], [[33, 22, 48, 36], [39, 36, 57, 52]])
 ASKED = GeneratedBoxes(samples=40, evaluation_samples=10, smallest_side=48, largest_side=64)

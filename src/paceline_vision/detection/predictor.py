@@ -13,9 +13,9 @@ from PIL import Image, ImageDraw
 from torch import nn
 
 from paceline.checkpoint.weights import SavedWeights
-from paceline.data.boxes.pipeline import as_floats, as_tensor
 from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, Pixels, decode
 from paceline.prediction.predictor import NOT_FINITE, Answer, Box, Predictor
+from paceline_vision.detection.pipeline import as_floats, as_tensor
 
 _MIN_SCORE = 0.5
 # Bright colours, far apart on the colour circle; classes cycle through them.
@@ -85,7 +85,7 @@ class DetectionPredictor(Predictor):
     kind = Detections
 
     def __init__(self, saved: SavedWeights, network: nn.Module, classes: tuple[str, ...], device: torch.device) -> None:
-        from paceline.models.shown_pictures import FixedSizeTransform
+        from paceline_vision.detection.shown_pictures import FixedSizeTransform
 
         self.classes = classes
         # Most detections have low scores, and few masks are drawn, so masks are pasted only when drawn.

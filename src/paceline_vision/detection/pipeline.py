@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.data.batch import Batch, BrokenSample
-from paceline.data.boxes.dataset import BoxDataset, BoxSource, Objects, read_fitting
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.pipeline import Placement, SimplePipeline, prefetch_map, to_device
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.recipe.data import Boxes
+from paceline_vision.detection.dataset import BoxDataset, BoxSource, Objects, read_fitting
 
 Target = dict[str, Tensor]
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.checkpoint.weights import SavedWeights, check_scale
-from paceline.data.boxes.pipeline import as_tensor
 from paceline.data.image.decode import BrokenImageError, Pixels, decode
-from paceline.data.masks.dataset import IGNORED, LabelMap
-from paceline.data.masks.pipeline import fill_of, fitted, fitted_size
 from paceline.data.pipeline import Normalize, Placement
-from paceline.models.segmentation import LogitsOnly
 from paceline.prediction.predictor import NOT_FINITE, Answer, Predictor
+from paceline_vision.detection.pipeline import as_tensor
+from paceline_vision.segmentation.dataset import IGNORED, LabelMap
+from paceline_vision.segmentation.networks import LogitsOnly
+from paceline_vision.segmentation.pipeline import fill_of, fitted, fitted_size
 
 _TURN = 0.618034  # step on the colour circle between classes, so that neighbours differ
 

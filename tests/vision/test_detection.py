@@ -25,8 +25,6 @@ from paceline.errors import ModelError, PacelineError
 from paceline.inference.predict import open_predictor
 from paceline.recipe.load import load_recipe
 from paceline.tasks import detection_answers as detection
-from paceline.tasks.detection import Detection
-from paceline.tasks.detection_answers import DetectionPredictor
 from paceline.tasks.facts import geometry_of
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
@@ -36,6 +34,8 @@ from paceline.trainer.train import plan_only
 from paceline.world import World
 from paceline_advisor.memory.batch_trial import TrialConfig, TrialTask
 from paceline_advisor.scaling.network import describe
+from paceline_vision.detection.predictor import DetectionPredictor
+from paceline_vision.detection.task import Detection
 
 TINY = """
 task: detection

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from paceline.data.batch import Batch
-from paceline.data.boxes.pipeline import read_intact
 from paceline.data.image.augmentation import Draws, draw, random_resized_box
 from paceline.data.image.source import Image
-from paceline.data.masks.dataset import IGNORED, LabelMap, MaskDataset, MaskSource
 from paceline.data.pipeline import Normalize, Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline.recipe.data import Augment
+from paceline_vision.detection.pipeline import read_intact
+from paceline_vision.segmentation.dataset import IGNORED, LabelMap, MaskDataset, MaskSource
 
 
 def fitted(image: Tensor, size: int, fill: Sequence[int], interpolation: str) -> Tensor:

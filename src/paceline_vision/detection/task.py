@@ -1,4 +1,9 @@
-"""Detection: boxes, classes and masks of the objects in a picture, with mean average precision."""
+"""Detection: boxes, classes and masks of the objects in a picture, with mean average precision.
+
+This folder holds all that is particular to it: samples (``dataset.py``, ``pipeline.py``, ``plausibility.py`` and, by
+name, ``paceline_vision/sets``), networks (``networks.py``, ``shown_pictures.py``, and ``fake_detections.py`` for
+estimates), the metric (``average_precision.py``), and what finds objects with trained weights (``predictor.py``).
+"""
 
 from __future__ import annotations
 
@@ -15,9 +20,6 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Batch
-from paceline.data.boxes.dataset import BoxDataset, BoxSubset
-from paceline.data.boxes.pipeline import BoxPipeline, scaled_sizes
-from paceline.data.boxes.sets.coco import files_of_pictures
 from paceline.data.image.datasets import content_of_files
 from paceline.data.pipeline import Pipeline, Placement, reading_threads
 from paceline.data.random_draws import derive_seed
@@ -25,16 +27,18 @@ from paceline.data.slices import evenly_spaced
 from paceline.dataset_registry import open_dataset
 from paceline.errors import ModelError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
-from paceline.metrics.average_precision import AveragePrecision
-from paceline.models.detectors import build_detector, predicts_masks
-from paceline.models.fake_detections import FakeDetections, fake_detections
 from paceline.plan import DataFacts
 from paceline.recipe.data import GeneratedBoxes
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
-from paceline.tasks.drawing import draw_objects
 from paceline.tasks.task import Model, Task
 from paceline.world import World
+from paceline_vision.detection.average_precision import AveragePrecision
+from paceline_vision.detection.dataset import BoxDataset, BoxSubset
+from paceline_vision.detection.fake_detections import FakeDetections, fake_detections
+from paceline_vision.detection.networks import build_detector, predicts_masks
+from paceline_vision.detection.pipeline import BoxPipeline, scaled_sizes
+from paceline_vision.drawing import draw_objects
 
 if TYPE_CHECKING:
     from paceline.prediction.predictor import Predictor
@@ -108,7 +112,7 @@ class Detection(Task):
         if workers == "auto" and is_generated:
             self._threads, reason = 0, "nothing is read"
         undefined = [self.leave_out_collected("no held-out picture has an object")] if dataset.is_unscored else []
-        content, content_told = content_of_files(files_of_pictures(dataset), dataset.digest)
+        content, content_told = content_of_files(dataset.files, dataset.digest)
         return DataFacts(
             train_samples=len(dataset.train),
             evaluation_samples=len(dataset.validation),
@@ -227,7 +231,7 @@ class Detection(Task):
             BoxSubset(source, evenly_spaced(len(source), count))
             for source, count in ((dataset.train, samples), (dataset.validation, evaluation_samples))
         )
-        self.dataset = replace(dataset, train=train, validation=validation)
+        self.dataset = replace(dataset, train=train, validation=validation, files=())
 
     def recall(self, saved: SavedWeights) -> None:
         """Take the classes from the description; no picture is read."""
@@ -244,7 +248,7 @@ class Detection(Task):
     def predictor(self, saved: SavedWeights, device: torch.device) -> Predictor:
         """Return what finds objects in pictures."""
         # Imported only where used: training needs none of it.
-        from paceline.tasks.detection_answers import DetectionPredictor
+        from paceline_vision.detection.predictor import DetectionPredictor
 
         return DetectionPredictor(saved, self.trained(saved, device), self.dataset.classes, device)
 

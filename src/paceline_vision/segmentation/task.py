@@ -1,4 +1,9 @@
-"""Segmentation: the class of each pixel; mean intersection over union."""
+"""Segmentation: the class of each pixel; mean intersection over union.
+
+This folder holds all that is particular to it: samples (``dataset.py``, ``pipeline.py`` and, by name,
+``paceline_vision/sets``), networks (``networks.py``), metrics (``metrics.py``), and what labels pixels with trained
+weights (``predictor.py``).
+"""
 
 from __future__ import annotations
 
@@ -12,28 +17,28 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Batch
-from paceline.data.boxes.dataset import BoxDataset
 from paceline.data.image.datasets import MOST_IMAGES, content_of_files
-from paceline.data.masks.dataset import IGNORED, IMAGENET_MEAN, MaskDataset, from_objects
-from paceline.data.masks.pipeline import MaskPipeline, MaskView
 from paceline.data.pipeline import Normalize, Pipeline, Placement, reading_threads
 from paceline.dataset_registry import open_dataset
 from paceline.errors import ModelError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
-from paceline.metrics.segmentation import PixelConfusion, pixel_metrics
 from paceline.models.build import check_accepts
-from paceline.models.segmentation import build_segmenter, pixel_logits
 from paceline.plan import DataFacts
 from paceline.recipe.data import GeneratedBoxes
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
-from paceline.tasks.drawing import draw_objects
 from paceline.tasks.task import Model, Task
 from paceline.world import World
+from paceline_vision.detection.dataset import BoxDataset
+from paceline_vision.drawing import draw_objects
+from paceline_vision.segmentation.dataset import IGNORED, IMAGENET_MEAN, MaskDataset, from_objects
+from paceline_vision.segmentation.metrics import PixelConfusion, pixel_metrics
+from paceline_vision.segmentation.networks import build_segmenter, pixel_logits
+from paceline_vision.segmentation.pipeline import MaskPipeline, MaskView
 
 if TYPE_CHECKING:
     from paceline.tasks.exportable import Exportable
-    from paceline.tasks.segmentation_answers import SegmentationPredictor
+    from paceline_vision.segmentation.predictor import SegmentationPredictor
 
 LOSSES = ("cross_entropy", "cross_entropy_dice")
 
@@ -245,7 +250,7 @@ class Segmentation(Task):
     def predictor(self, saved: SavedWeights, device: torch.device) -> SegmentationPredictor:
         """Return what labels the pixels of images."""
         # Imported only where used: training needs none of it.
-        from paceline.tasks.segmentation_answers import SegmentationPredictor
+        from paceline_vision.segmentation.predictor import SegmentationPredictor
 
         return SegmentationPredictor(saved, self.trained(saved, device), device)
 

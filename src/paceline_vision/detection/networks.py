@@ -234,7 +234,7 @@ def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module
             f"model.name={model.name} resizes each picture to {width}x{height} pixels, so data.detection.short_sides "
             "must be off."
         )
-    from paceline.models.shown_pictures import FixedSizeTransform
+    from paceline_vision.detection.shown_pictures import FixedSizeTransform
 
     network.transform = FixedSizeTransform(transform, boxes)
     _fix_scales(network)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.boxes.dataset import BoxDataset, BoxSource, read_fitting
-from paceline.data.boxes.sets.coco import files_of_pictures
 from paceline.data.image.source import Image
 from paceline.data.splits import Source
 from paceline.errors import DataError
+from paceline_vision.detection.dataset import BoxDataset, BoxSource, read_fitting
 
 IGNORED = 255
 """Value of pixels that are ignored in training and evaluation."""
@@ -95,6 +94,6 @@ def from_objects(boxes: BoxDataset) -> MaskDataset:
         validation=_ObjectMasks(boxes.validation),
         classes=("background", *boxes.classes),
         digest=boxes.digest,
-        files=files_of_pictures(boxes),
+        files=boxes.files,
         left_out=boxes.left_out,
     )

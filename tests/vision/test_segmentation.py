@@ -22,23 +22,23 @@ import paceline
 from paceline.cli.evaluate import Evaluate, _of_one
 from paceline.cli.predict import Predict
 from paceline.data.batch import Batch
-from paceline.data.masks.dataset import IGNORED, MaskDataset
-from paceline.data.masks.sets.folder import read_mask
 from paceline.data.pipeline import Placement
 from paceline.data.slices import SampleSlice
 from paceline.errors import PacelineError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import load_predictor, open_predictor
-from paceline.metrics.segmentation import PixelConfusion
-from paceline.models.segmentation import build_segmenter
 from paceline.recipe.load import load_recipe
 from paceline.recipe.model import Model
-from paceline.tasks.segmentation import Segmentation, pixel_losses
-from paceline.tasks.segmentation_answers import Segments
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World
+from paceline_vision.segmentation.dataset import IGNORED, MaskDataset
+from paceline_vision.segmentation.metrics import PixelConfusion
+from paceline_vision.segmentation.networks import build_segmenter
+from paceline_vision.segmentation.predictor import Segments
+from paceline_vision.segmentation.task import Segmentation, pixel_losses
+from paceline_vision.sets.masks import read_mask
 
 Make = Callable[..., Any]
 CPU = torch.device("cpu")

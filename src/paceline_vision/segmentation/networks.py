@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from paceline.errors import ModelError
 from paceline.loading import without_compiler
-from paceline.models.detectors import build_published
 from paceline.models.factories import TORCHVISION, call_factory, check_options, named_factory, unknown_model
 from paceline.recipe.model import Model
+from paceline_vision.detection.networks import build_published
 
 _MOST_STAGES, _WIDEST = 8, 16_384
 

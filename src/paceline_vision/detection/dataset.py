@@ -111,6 +111,7 @@ class BoxDataset:
         classes: Class names, by index.
         digest: Identifies the data.
         facts: Additional facts for the plan.
+        files: Paths of the pictures; empty if they are synthetic.
         left_out: Unused data, one sentence per kind.
         implausible: Those of its sentences that are about implausible annotations.
         is_unscored: Whether no held-out picture has an object, so that average precision is undefined.
@@ -122,6 +123,7 @@ class BoxDataset:
     classes: tuple[str, ...]
     digest: str
     facts: Mapping[str, int] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     implausible: tuple[str, ...] = ()
     is_unscored: bool = False
