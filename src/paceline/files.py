@@ -109,7 +109,7 @@ def refuse_archive(path: str | Path) -> None:
         if begin.lower().startswith(_WEB_PAGE) and not name.endswith(".txt"):
             kind = "a web page: download the file itself"
         if kind:
-            raise DataError(f"{str(path)!r} is, whatever its name, {kind}.")
+            raise DataError(f"{str(path)!r} is not what its name says, but {kind}.")
 
 
 def free_name(path: Path) -> Path:

@@ -86,8 +86,10 @@ PLAN = ("plan", *SMALL, "--cluster", "dgx-a100", "--throughput", "1", "--one-gpu
 
 
 def test_a_plan_for_a_deadline(paceline_here: Call) -> None:
-    plan = paceline_here(*PLAN, "--deadline", "2h", "--cpu-ms-per-sample", "0", "--json").ended(0).document
-    assert plan["chosen"]["devices"] == 4
+    asked = (*PLAN, "--deadline", "2h", "--cpu-ms-per-sample", "0", "--json")
+    assert paceline_here(*asked, "--shared-node").ended(0).document["chosen"]["devices"] == 4
+    plan = paceline_here(*asked).ended(0).document
+    assert plan["chosen"]["devices"] == 8  # a whole node costs the same
     assert plan["chosen"]["hours_at_worst"] <= 2
     assert plan["chosen"]["learning_rate"] == plan["recipe_learning_rate"] == 0.2
     shown = paceline_here(*PLAN, "--deadline", "120m")
@@ -103,11 +105,11 @@ def test_times_and_counts_are_for_people(paceline_here: Call) -> None:
         "30",
         "1,234",
     ]
-    quick = ("batch.global_size=2048", "--cluster", "dgx-a100", "--throughput", "1e6", "--one-gpu-batch", "64")
+    quick = ("batch.global_size=1024", "--cluster", "dgx-a100", "--throughput", "1e6", "--one-gpu-batch", "64")
     for command in (("scale", "--world-sizes", "2"), ("plan", "--most-gpus", "2", "--deadline", "1h")):
         done = paceline_here(command[0], *SMALL, *quick, *command[1:])
         line = next(line for line in done.out.splitlines() if line.split()[1:2] == ["ddp"])
-        assert line.split()[2] == "2,048"
+        assert line.split()[2] == "1,024"
         assert " s " in line, line
 
 

@@ -15,7 +15,7 @@ from annotated_types import Ge
 from paceline.command import Log, Overrides, Shape, command
 from paceline.escaping import one_line
 from paceline.pages.shown import Document, Result, Shown
-from paceline.units import counted, format_count
+from paceline.units import counted
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -135,7 +135,10 @@ def _lines(report: DataReport) -> Iterator[str | Text]:
         yield from _cost(report)
     if report.quarantine is not None:
         yield from _moved(report.quarantine, report)
-    summary = ", ".join(f"{count:,} {severity}" for severity, count in report.count.items() if count) or "nothing found"
+    said = {severity: f"{count:,} {severity}" for severity, count in report.count.items() if count}
+    if report.count["notice"] > 1:
+        said["notice"] += "s"
+    summary = ", ".join(said.values()) or "nothing found"
     for severity in ("breaks", "spoils"):
         kinds = {each.kind.name for each in report.findings if each.kind.severity == severity}
         if report.quarantine is not None and kinds <= report.quarantine.kinds:
@@ -148,7 +151,7 @@ def _lines(report: DataReport) -> Iterator[str | Text]:
 def _moved(quarantine: Quarantine, report: DataReport) -> Iterator[str]:
     undo = f"; `{quarantine.undo}` moves them back" if quarantine.moved else ""
     yield one_line(
-        f"moved     {format_count(len(quarantine.moved))} files and folders to {one_line(str(quarantine.folder))}{undo}"
+        f"moved     {counted(len(quarantine.moved), 'item')} to {one_line(str(quarantine.folder))}{undo}"
     )
     for path, reason in quarantine.kept[:_NAMED]:
         yield f"not moved {_relative(path, report.root)}: {one_line(reason)}"

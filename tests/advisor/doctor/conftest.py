@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from paceline.distributed.device import describe_machine
 
 # Wide enough for an A100, of noise that is read from nowhere; nothing of it is ever trained.
 CLEAN = """
@@ -40,7 +43,8 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
     ) -> Any:
         monkeypatch.setattr(study, "memory_shortage", estimate if room else lambda *_: None)
         requested = dict(overrides or {})
-        if "task" in requested and device == "a100":  # of your own: `auto` is fp32
+        is_fast = device == "a100" or (device == "cpu" and describe_machine(torch.device("cpu")).fast_bf16)
+        if "task" in requested and is_fast:  # of your own: `auto` is fp32
             requested.setdefault("train.precision", "bf16")
         if code:
             # A name of its own for each: what was imported stays imported.

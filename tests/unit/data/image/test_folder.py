@@ -276,7 +276,7 @@ def test_an_archive_is_to_be_unpacked(ending: str, tmp_path: Path) -> None:
 def test_a_binary_file_called_a_table_is_told(begin: bytes, kind: str, tmp_path: Path) -> None:
     (path := tmp_path / "photos.csv").write_bytes(begin + bytes(90))
     for action in (lambda: open_dataset(Data(path=str(path), dataset="csv")), lambda: read_csv(path)):
-        with pytest.raises(DataError, match=f"photos.csv' is, whatever its name, {kind}"):
+        with pytest.raises(DataError, match=f"photos.csv' is not what its name says, but {kind}"):
             action()
 
 
