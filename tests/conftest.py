@@ -390,21 +390,6 @@ def runs() -> Iterator[Path]:
 
 
 @pytest.fixture
-def train(recipe: Path, runs: Path) -> Iterator[Callable[..., Any]]:
-    """``train("a", {...})`` trains as the test file's ``recipe`` says, in ``runs/a``."""
-    import torch
-
-    import paceline
-
-    def trainer(name: str, overrides: Mapping[str, Any] | None = None) -> Any:
-        return paceline.train(recipe, overrides=overrides or {}, run_dir=runs / name, quiet=True)
-
-    threads = torch.get_num_threads()
-    yield trainer
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """A hub without repositories, and an empty cache."""
     from huggingface_hub import constants

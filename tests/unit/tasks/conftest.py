@@ -1,15 +1,3 @@
-"""Short runs, after which torch has as many threads as before."""
+"""Short runs of a file's recipe."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+from short_runs import _threads, train  # noqa: F401  # pytest finds fixtures here
