@@ -16,7 +16,7 @@ from paceline.dataset_registry import open_dataset
 from paceline.recipe.data import Data
 from paceline.recipe.schema import Recipe
 from paceline_vision.detection.dataset import BoxDataset, BoxSource, read_fitting
-from paceline_vision.segmentation.dataset import IMAGENET_MEAN, IMAGENET_STD, MaskDataset
+from paceline_vision.segmentation.dataset import IMAGENET_MEAN, IMAGENET_STD, MaskDataset, MaskSource
 
 _SIZE = 224
 
@@ -47,6 +47,10 @@ def _of_boxes(source: BoxSource, classes: int) -> _Pictures:
     return _Pictures(labels, partial(read_fitting, source), source.path)
 
 
+def _of_masks(source: MaskSource) -> _Pictures:
+    return _Pictures(np.zeros((len(source), 0)), lambda sample: source.read(sample)[0], source.path)
+
+
 def pictures_with_boxes(recipe: Recipe) -> tuple[ImageDataset, tuple[str, ...]]:
     """Open the pictures of a detection data set, with a sentence for each kind of implausible annotation.
 
@@ -68,10 +72,7 @@ def pictures_with_boxes(recipe: Recipe) -> tuple[ImageDataset, tuple[str, ...]]:
 def pictures_with_label_maps(recipe: Recipe) -> tuple[ImageDataset, tuple[str, ...]]:
     """Open the pictures of a segmentation data set, of whose label maps nothing is implausible."""
     opened = open_dataset(recipe.data.dataset, {"masks": MaskDataset}, recipe.data)
-    train, validation = (
-        _Pictures(np.zeros((len(each), 0)), lambda sample, each=each: each.read(sample)[0], each.path)
-        for each in (opened.train, opened.validation)
-    )
+    train, validation = map(_of_masks, (opened.train, opened.validation))
     return _as_images(recipe.data, train, validation, opened.classes, opened.left_out), ()
 
 

@@ -150,9 +150,7 @@ def _lines(report: DataReport) -> Iterator[str | Text]:
 
 def _moved(quarantine: Quarantine, report: DataReport) -> Iterator[str]:
     undo = f"; `{quarantine.undo}` moves them back" if quarantine.moved else ""
-    yield one_line(
-        f"moved     {counted(len(quarantine.moved), 'item')} to {one_line(str(quarantine.folder))}{undo}"
-    )
+    yield one_line(f"moved     {counted(len(quarantine.moved), 'item')} to {one_line(str(quarantine.folder))}{undo}")
     for path, reason in quarantine.kept[:_NAMED]:
         yield f"not moved {_relative(path, report.root)}: {one_line(reason)}"
     if (more := len(quarantine.kept) - _NAMED) > 0:
