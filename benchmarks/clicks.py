@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from hardware import spread, write_result
 
-from paceline.data.clicks.sets.synthetic import open_clicks
 from paceline.data.order import epoch_order
-from paceline.models.recommendation import Dlrm
 from paceline.recipe.data import Data
+from paceline_recsys.networks import Dlrm
+from paceline_recsys.sets.synthetic import open_clicks
 
 LINES, BATCH, ROWS, PAIRS = 100_000, 2048, 100_000, 7
 

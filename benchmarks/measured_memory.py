@@ -23,7 +23,6 @@ from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.build import Clipping, build_optimizer
 from paceline.plan import Plan
 from paceline.recipe.schema import Recipe
-from paceline.tasks.detection import Detection
 from paceline.tasks.task import Task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, fixed_batch, largest_micro_batch
 from paceline.trainer.network import build_network
@@ -32,6 +31,7 @@ from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.subject import Subject
 from paceline.world import World
 from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP
+from paceline_vision.detection.task import Detection
 
 _MARK = "paceline measured "
 

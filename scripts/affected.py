@@ -28,7 +28,7 @@ SIBLING = re.compile(r"^\.(\w+):\w+$")  # the end of f"{PACKAGE}.module:Name"
 @cache
 def _file_of(module: str) -> Path | None:
     place = ROOT / "src" / module.replace(".", "/")
-    if module.split(".", maxsplit=1)[0] not in ("paceline", "paceline_advisor", "paceline_course", "paceline_ops"):
+    if not f"{module}.".startswith(("paceline.", "paceline_")):
         place = ROOT / "tests" / module  # such as calls.py
     return next((file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()), None)
 

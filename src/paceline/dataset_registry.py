@@ -32,6 +32,7 @@ Opener = Callable[[Any], Any]
 """Opens a data set: of images from a ``paceline.data.image.dataset.DatasetRequest``, of others from ``recipe.data``."""
 AnyOpener = TypeVar("AnyOpener", bound=Opener)
 StandIn = Callable[[Any], tuple[Any, str]]
+Pictures = Callable[[Any], tuple[Any, tuple[str, ...]]]
 _T = TypeVar("_T")
 
 
@@ -86,6 +87,8 @@ class DatasetEntry:
         size: Its typical size; None if unknown.
         stand_in: Returns the ``data`` section of generated data like it, for estimates without its files, and a
             sentence that says what is assumed; None if there is no such data.
+        pictures: If samples are annotated pictures: returns those of a recipe as an ``ImageDataset`` with any number of
+            labels, for `paceline check-data`, and a sentence for each kind of implausible annotation.
     """
 
     name: str
@@ -96,6 +99,7 @@ class DatasetEntry:
     sniff: Callable[[Place], object] | None = None
     size: Size | None = None
     stand_in: StandIn | None = None
+    pictures: Pictures | None = None
 
     def uses(self, key: str) -> bool:
         """Whether a key of the ``data`` section has an effect on it."""
@@ -122,6 +126,7 @@ def dataset(
     keys: Sequence[str] = (),
     size: Size | None = None,
     stand_in: StandIn | None = None,
+    pictures: Pictures | None = None,
 ) -> Callable[[AnyOpener], AnyOpener]:
     """Register the decorated function under a name; a name may stand for data sets of several kinds.
 
@@ -129,7 +134,9 @@ def dataset(
     """
 
     def register(opener: AnyOpener) -> AnyOpener:
-        _entries[name, kind] = DatasetEntry(name, kind, opener, frozenset(keys), tuple(endings), sniff, size, stand_in)
+        _entries[name, kind] = DatasetEntry(
+            name, kind, opener, frozenset(keys), tuple(endings), sniff, size, stand_in, pictures
+        )
         return opener
 
     return register

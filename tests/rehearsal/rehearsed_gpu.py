@@ -440,7 +440,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 class _Renamed(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if not fullname.startswith(("paceline.", "paceline_advisor.", "paceline_ops.")):
+        if not fullname.startswith(("paceline.", "paceline_")):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):

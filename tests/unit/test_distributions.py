@@ -91,9 +91,9 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def package_files() -> set[str]:
-    """Every file of the package in this checkout, but what was compiled: one that is new must be shipped too."""
-    packages = ("paceline", "paceline_advisor", "paceline_course", "paceline_ops")
-    files = [path for name in packages for path in (ROOT / "src" / name).rglob("*") if path.is_file()]
+    """Every file of the packages in this checkout, but what was compiled: one that is new must be shipped too."""
+    packages = [each.parent for each in (ROOT / "src").glob("*/__init__.py")]
+    files = [path for package in packages for path in package.rglob("*") if path.is_file()]
     made = (".pyc", ".so", ".pyd")
     return {path.relative_to(ROOT / "src").as_posix() for path in files if path.suffix not in made}
 

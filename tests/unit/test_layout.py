@@ -43,3 +43,11 @@ def test_a_task_is_asked_and_never_recognised() -> None:
     found = {str(each.relative_to(SRC)): asks_for_a_kind_of_task(ast.parse(each.read_bytes())) for each in FILES}
     assert len(found) > 300
     assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_the_core_names_no_other_package() -> None:
+    others = [each.parent.name for each in SRC.glob("paceline_*/__init__.py")]
+    assert len(others) > 3
+    files = [each for each in (SRC / "paceline").rglob("*") if each.suffix in (".py", ".yaml", ".js", ".html")]
+    found = [(each, name) for each in files for name in others if name in each.read_text(encoding="utf-8")]
+    assert found == [], "an entry point leads to what a string would name"

@@ -121,7 +121,8 @@ def checked_description(key: str, text: str) -> dict[str, Any]:
     # A custom task, which has a colon in its name, may describe its data in its own format.
     task = entry.get("task")
     is_paceline_task = not isinstance(task, str) or ":" not in task or is_ours(task)
-    rules = _RULES | ({"channels": _SIZE_RULE} if "labels_pixels" in entry else {})
+    is_scaled = isinstance(entry.get("mean"), list) and len(entry["mean"]) == entry.get("channels")
+    rules = _RULES | ({"channels": _SIZE_RULE} if is_scaled else {})
     for name, value in entry.items() if key == "data" and is_paceline_task else ():
         if name in rules and not rules[name][0](value):
             raise ValueError(f"found {name}={str(value)[:80]}, but it must be {rules[name][1]}")

@@ -170,8 +170,8 @@ def _refuse_ineffective_options(options: Predict, predictor: Predictor) -> None:
         raise click.UsageError("--draw draws objects or pixel classes, and these weights predict neither.")
     if options.batch_size is not None and options.batch_size > 1 and predictor.largest_batch == 1:
         raise click.UsageError(
-            f"--batch-size={options.batch_size} has no effect: a detector takes one picture at a time, since larger "
-            "ones in a batch would change its predictions. Leave it out."
+            f"--batch-size={options.batch_size} has no effect: {predictor.holds} takes one picture at a time, since "
+            "larger ones in a batch would change its predictions. Leave it out."
         )
     if options.top_k is None or not (predictor.number_names or predictor.finds_words):
         return

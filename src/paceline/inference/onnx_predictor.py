@@ -50,7 +50,8 @@ class OnnxPredictor(ImageLabeller):
         self._saved = SavedWeights(state={}, weights="model", path=path, metadata=metadata)
         data = self._saved.description("data")
         outputs = Outputs.description(data)
-        if outputs is None or "detects" in data or "labels_pixels" in data:
+        ranks = [len(each.shape) for each in self._session.get_outputs() if each.name == OUTPUT]
+        if outputs is None or ranks not in ([], [2]):
             raise DataError(f"'{path}' is not an image classifier, so it cannot label images.")
         super().__init__(replace(outputs, is_in_units=True), Preprocessing.description(data, str(path)))
         self._check()

@@ -191,12 +191,6 @@ def optimizer_state_numbers(optimizer: Optimizer) -> int:
     return rule.state_numbers + (rule.has_momentum_state and optimizer.momentum > 0)
 
 
-def table_state_numbers(optimizer: Optimizer, *, rows: int, embedding: int) -> int:
-    """Return how many numbers are kept for embedding tables with this total number of rows."""
-    numbers = {"rowwise_adagrad": rows, "sparse_adam": 2 * rows * embedding}
-    return numbers.get(optimizer.tables, optimizer_state_numbers(optimizer) * rows * embedding)
-
-
 def exact_gradient_count(logical_ranks: int, world_size: int) -> int:
     """Return the maximum number of gradients that a process of an exact run holds."""
     per_process = logical_ranks // world_size

@@ -54,6 +54,7 @@ class Exportable:
         saved: Its weights and their description.
         kind: Kind of data: ``images``, ``pixels``, ``tokens`` or ``clicks``.
         outputs: Meaning of the outputs, for images.
+        instead: What the network does instead of giving an image one label, unless ``outputs`` says so.
     """
 
     network: nn.Module
@@ -62,15 +63,16 @@ class Exportable:
     saved: SavedWeights
     kind: str
     outputs: Outputs | None = None
+    instead: str = ""
 
     @property
     def beyond_one_label(self) -> str:
         """What the network does instead of giving an image one label; empty if it does that, or takes no images."""
-        if self.kind == "pixels":
-            return "labels pixels"
         if self.outputs is not None and self.outputs.mean:
             return "predicts numbers"
-        return "gives an image any number of labels" if self.outputs is not None and self.outputs.thresholds else ""
+        if self.outputs is not None and self.outputs.thresholds:
+            return "gives an image any number of labels"
+        return self.instead
 
     @property
     def in_units(self) -> Exportable:

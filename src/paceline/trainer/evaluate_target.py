@@ -329,8 +329,6 @@ def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
     }
     if recipe.data.image_size not in ("auto", described.get("image_size")):
         preprocessing.pop("evaluation_size", None)  # it follows the requested size
-    if "labels_pixels" in described:
-        preprocessing.pop("channels", None)  # the data set has them all
     if recipe.train.precision == "auto" and "precision" in saved.metadata:
         recipe = stored_recipe(to_tree(recipe), str(saved.path), {"train.precision": saved.metadata["precision"]})
     return replace(recipe, distillation=distillation, data=replace(recipe.data, **preprocessing))

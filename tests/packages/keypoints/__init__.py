@@ -17,9 +17,9 @@ from paceline.data.slices import SampleSlice
 from paceline.metrics.accumulator import Metric
 from paceline.plan import DataFacts
 from paceline.recipe.unused import all_but
-from paceline.tasks.drawing import draw_objects
 from paceline.tasks.task import Model, Task
 from paceline.world import World
+from paceline_vision.drawing import draw_objects
 
 if TYPE_CHECKING:
     from keypoints.predict import KeypointPredictor

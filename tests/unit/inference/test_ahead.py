@@ -26,8 +26,8 @@ from paceline.machine import available_cores
 from paceline.prediction.answer_files import answer_file
 from paceline.prediction.predictor import Answer, predict_ahead
 from paceline.prediction.sources import PictureFile
-from paceline.tasks.detection_answers import Detections
 from paceline.tasks.labelling import ImageLabeller
+from paceline_vision.detection.predictor import Detections
 
 CPU = torch.device("cpu")
 NOISE = {"dataset": "synthetic", "image_size": 16, "channels": 3, "classes": 7}

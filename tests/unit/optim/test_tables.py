@@ -12,11 +12,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.checkpoint.state import OptimizerComponent
 from paceline.errors import ModelError, RecipeError
-from paceline.models.recommendation import Dlrm
 from paceline.optim.build import Clipping, build_optimizer
 from paceline.optim.embedding_optim import RowwiseAdagrad, check_tables
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.optimizer import Optimizer
+from paceline_recsys.networks import Dlrm
 
 CPU = torch.device("cpu")
 

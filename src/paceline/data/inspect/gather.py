@@ -27,9 +27,9 @@ from paceline.data.image.heads import spread
 from paceline.data.image.sets.archives import find_archive
 from paceline.data.image.sets.image_folder import open_unread_test, unread_entries
 from paceline.data.image.source import BrokenImageError, Ids, Image, JoinedSource, SampleSource
-from paceline.data.inspect.annotated import is_annotated, open_annotated
 from paceline.data.inspect.look import BIT, ROW, Defect, Rows, Viewer, grey_parts, look
 from paceline.data.packing.origins import detect
+from paceline.dataset_registry import Pictures, named
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.plain_yaml import yaml_line
 from paceline.recipe.load import load_recipe, set_by, shipped_recipes
@@ -84,8 +84,8 @@ def open_subject(source: str, overrides: Sequence[str]) -> CheckedData:
     path, problems = data.path, Problems()
     if path is not None:
         data = replace(data, path=local_path(path, key="data.path"))
-    if is_annotated(data.dataset):
-        dataset, implausible = open_annotated(replace(recipe, data=data))
+    if (open_pictures := _annotated(data.dataset)) is not None:
+        dataset, implausible = open_pictures(replace(recipe, data=data))
         splits = {"train": dataset.train, "validation": dataset.validation}
         folder = Path(data.path or "")
         return CheckedData(dataset, "labels", splits, unread=dataset.left_out, root=folder, implausible=implausible)
@@ -117,11 +117,16 @@ def open_subject(source: str, overrides: Sequence[str]) -> CheckedData:
     return CheckedData(dataset, learned, splits, problems, unread, root, is_folder and not is_address(path))
 
 
+def _annotated(name: str) -> Pictures | None:
+    """Return what opens the pictures of a data set of another kind than images; None if it has none."""
+    return next((each.pictures for each in named(name) if each.pictures is not None), None)
+
+
 def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
     """Return the recipe that would train on this data."""
     recipe = _load(source, overrides)
     # A custom task may use the images of the data section.
-    if recipe.task not in _OF_IMAGES and not is_annotated(recipe.data.dataset) and not is_reference(recipe.task):
+    if recipe.task not in _OF_IMAGES and _annotated(recipe.data.dataset) is None and not is_reference(recipe.task):
         raise DataError(
             f"check-data looks at images, not at task={recipe.task} with data.dataset={recipe.data.dataset}; nothing "
             f"was checked. `paceline train {source} --plan-only` reads the data and reports what is wrong."

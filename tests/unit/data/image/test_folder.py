@@ -19,7 +19,6 @@ from paceline.data.image.dataset import SKIP_REASONS, Problems, StoredImages
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets import image_folder
 from paceline.data.image.source import EXTENSIONS
-from paceline.data.masks.sets.folder import open_masks
 from paceline.data.packing.origins import detect
 from paceline.data.tables import read_csv
 from paceline.data.text.sets.documents import open_text
@@ -28,6 +27,7 @@ from paceline.files import SkippedItems, refuse_archive
 from paceline.prediction.sources import pictures_of
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
+from paceline_vision.sets.masks import open_masks
 
 
 def make(root: Path, *names: str, size: tuple[int, int] = (8, 8), mode: str = "RGB") -> Path:

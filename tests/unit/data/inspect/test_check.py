@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from paceline import dataset_registry
+from paceline.data.image.dataset import ImageDataset
 from paceline.data.image.decode import NEEDS_HEIF
 from paceline.data.image.sets import image_folder
-from paceline.data.image.source import EXTENSIONS
+from paceline.data.image.source import EXTENSIONS, ArraySource
 from paceline.data.inspect.check import DataReport, check_data
 from paceline.data.inspect.look import KINDS, is_truncated
 from paceline.errors import DataError, RecipeError
+from paceline.recipe.schema import Recipe
 
 
 def check(source: Path | str, *overrides: str, workers: int = 2, limit: int | None = None) -> DataReport:
@@ -231,44 +232,31 @@ def test_a_task_of_one_s_own_whose_data_are_no_images_is_told(tmp_path: Path) ->
         check(recipe)
 
 
-def test_pictures_with_boxes_are_checked_with_their_annotations(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    for split, names in (("train", "abcdef"), ("val", "gh")):
-        (tmp_path / split).mkdir()
-        for name in names:
-            Image.fromarray(rng.integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(tmp_path / split / f"{name}.png")
-        images = [{"id": ord(name), "file_name": f"{name}.png", "width": 64, "height": 48} for name in names]
-        kinds = [{"id": 1, "name": "bolt"}, {"id": 2, "name": "nut"}]
-        objects = [{"image_id": ord(name), "category_id": 1 + (name in "cd"), "bbox": [9, 9, 20, 9]} for name in names]
-        objects += objects[:1] if split == "train" else []
-        tree = {"images": images, "categories": kinds, "annotations": objects}
-        (tmp_path / split / "annotations.json").write_text(json.dumps(tree))
-    shutil.copy(tmp_path / "train/a.png", tmp_path / "val/g.png")
-    (tmp_path / "train/b.png").write_bytes(b"no picture")
-    Image.new("RGB", (48, 64)).save(tmp_path / "train/c.png")
-    found = check("shapes-maskrcnn", "data.dataset=coco", f"data.path={tmp_path}", "data.detection.masks=false")
-    named = {each.kind.name: {Path(entry.name).name for entry in each.entries} for each in found.findings}
-    assert named["unreadable"] == {"b.png", "c.png"}
-    assert named["leak"] == {"g.png"}
-    assert named["no_held_out"] == {"nut"}
-    assert "1 of 7 boxes are copies of another box" in named["implausible"].pop()
-    assert found.splits["train"] == {"samples": 6, "checked": 6, "broken": 2}
-    assert found.classes["samples"]["nut"] == {"train": 2, "validation": 0}
+def test_a_data_set_of_another_kind_says_what_its_pictures_are(tmp_path: Path) -> None:
+    tiles = np.random.default_rng(0).integers(0, 256, (8, 40, 40, 3), dtype=np.uint8)
+    tiles[7] = tiles[0]
+    labels = np.eye(2, dtype=np.float32)[np.arange(8) % 2]
+    about: dict[str, Any] = {"channels": 3, "image_size": 40, "mean": (0.5,) * 3, "std": (0.5,) * 3}
 
+    def pictures(recipe: Recipe) -> tuple[ImageDataset, tuple[str, ...]]:
+        train, validation = (ArraySource(tiles[part], labels[part], "tile") for part in (slice(6), slice(6, 8)))
+        dataset = ImageDataset(
+            name=recipe.data.dataset, train=train, validation=validation, classes=("nose", "tail"), **about
+        )
+        return dataset, ("3 of 9 points are beyond their picture",)
 
-def test_images_with_label_maps_are_checked(tmp_path: Path) -> None:
-    for number in range(6):
-        for kind, shape in (("images", (40, 40, 3)), ("masks", (40, 40))):
-            (tmp_path / kind).mkdir(exist_ok=True)
-            pixels = np.random.default_rng(number).integers(0, 2, shape, dtype=np.uint8)
-            Image.fromarray(pixels * (99 if kind == "images" else 1)).save(tmp_path / kind / f"{number}.png")
-    (tmp_path / "notes.txt").touch()
-    found = check("shapes-segmentation", "data.dataset=masks", f"data.path={tmp_path}")
-    assert found.passed
-    assert {each.kind.name for each in found.findings} == {"unread"}
-    shutil.copy(tmp_path / "images/0.png", tmp_path / "images/1.png")
-    found = check("shapes-segmentation", "data.dataset=masks", f"data.path={tmp_path}")
-    assert {"leak", "duplicate"} & {each.kind.name for each in found.findings}
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("task: mine:Keypoints\ndata: {dataset: points}\n")
+    register = dataset_registry.dataset("points", kind="keypoints", pictures=pictures)
+    try:
+        register(lambda data: None)
+        found = check(recipe)
+    finally:
+        del dataset_registry._entries["points", "keypoints"]
+    named = {each.kind.name: {entry.name for entry in each.entries} for each in found.findings}
+    assert named["implausible"] == {"3 of 9 points are beyond their picture"}
+    assert "leak" in named
+    assert found.splits["train"]["samples"] == 6
 
 
 def test_a_limit_looks_at_a_spread_of_images(clean: Path) -> None:

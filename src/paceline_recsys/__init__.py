@@ -1,0 +1,1 @@
+"""Recommendation: learn from clicks."""

@@ -1,0 +1,143 @@
+"""Object detection in pictures with trained weights, including boxes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw
+from torch import nn
+
+from paceline.checkpoint.weights import SavedWeights
+from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, Pixels, decode
+from paceline.prediction.predictor import NOT_FINITE, Answer, Box, Predictor
+from paceline_vision.detection.pipeline import as_floats, as_tensor
+
+_MIN_SCORE = 0.5
+# Bright colours, far apart on the colour circle; classes cycle through them.
+_COLOURS = ("#ff4b4b", "#3fd0ff", "#ffd23f", "#7dff6a", "#ff7bf0", "#ffa04b", "#8ea2ff", "#ffffff")
+
+
+@dataclass(frozen=True)
+class Detections(Answer):
+    """The detections in one picture, by descending score; may be empty.
+
+    Attributes:
+        boxes: Left, top, right and bottom edge of each, in pixels of the original picture.
+        masks: Masks, float32 [N, 1, M, M] in [0, 1] on the CPU, if the network predicts them: the content of each box
+            on an M x M grid.
+    """
+
+    boxes: tuple[Box, ...] = ()
+    masks: torch.Tensor | None = field(default=None, repr=False, compare=False)
+
+    def _found(self) -> str:
+        rows = zip(self.labels, self.probabilities, self.boxes, strict=True)
+        said = (f"{label} {100 * sure:.1f} % ({', '.join(f'{edge:.0f}' for edge in box)})" for label, sure, box in rows)
+        return "  ".join(said) or f"nothing of {100 * _MIN_SCORE:.0f} % or more"
+
+    def _columns(self) -> dict[str, Any]:
+        return {**super()._columns(), "boxes": self.boxes}
+
+    def drawn(self, prepared: Pixels, classes: Sequence[str]) -> Image.Image:
+        """Return the picture, uint8 [H, W, 3], with boxes and any masks."""
+        picture = Image.fromarray(prepared)
+        colours = [_COLOURS[classes.index(label) % len(_COLOURS)] for label in self.labels]
+        for number, colour in enumerate(colours if self.masks is not None else ()):
+            mask = Image.fromarray(self._mask(number, (picture.height, picture.width)).numpy(), mode="L")
+            picture.paste(Image.new("RGB", picture.size, colour), mask=mask)
+        pen = ImageDraw.Draw(picture)
+        for colour, box, label in zip(colours, self.boxes, self.labels, strict=True):
+            pen.rectangle(box, outline=colour)
+            pen.text((box[0] + 2, box[1] + 1), label, fill=colour)
+        return picture
+
+    def _mask(self, number: int, size: tuple[int, int]) -> torch.Tensor:
+        """Return the opacity of one object's pixels, uint8 [H, W]."""
+        from torchvision.models.detection.roi_heads import paste_masks_in_image
+
+        assert self.masks is not None
+        index = slice(number, number + 1)
+        pasted: torch.Tensor = paste_masks_in_image(self.masks[index], torch.tensor(self.boxes[index]), size)
+        return (pasted[0, 0] >= _MIN_SCORE).to(torch.uint8) * 110
+
+
+class DetectionPredictor(Predictor):
+    """A trained detector.
+
+    Args:
+        saved: The weights.
+        network: The network with these weights, in evaluation mode on the device.
+        classes: All class names.
+        device: Where to compute.
+    """
+
+    usual_top_k = sys.maxsize  # all that the network keeps
+    # In a batch with larger pictures a picture is padded, which changes its detections.
+    largest_batch = 1
+    holds = "a detector"
+    finds_boxes = True
+    draws = True
+    kind = Detections
+
+    def __init__(self, saved: SavedWeights, network: nn.Module, classes: tuple[str, ...], device: torch.device) -> None:
+        from paceline_vision.detection.shown_pictures import FixedSizeTransform
+
+        self.classes = classes
+        # Most detections have low scores, and few masks are drawn, so masks are pasted only when drawn.
+        if isinstance(network.transform, FixedSizeTransform):
+            network.transform.pastes_masks = False
+        self._network = network
+        self._is_finite: list[torch.Tensor] = []
+        # torchvision silently drops boxes with a non-finite score. So the layers that score and place boxes are
+        # checked; earlier overflows reach them.
+        for name, layer in network.named_modules():
+            if isinstance(layer, nn.Conv2d | nn.Linear) and not name.startswith("backbone."):
+                layer.register_forward_hook(self._note)
+        self._device = device
+        self._saved = saved
+
+    def prepare(self, content: bytes) -> Pixels:
+        """Decode one image file, uint8 [H, W, 3].
+
+        Raises:
+            BrokenImageError: If it cannot be read.
+        """
+        pixels = decode(content, 3)
+        transform: Any = self._network.transform
+        height, width = (-(-side // transform.size_divisible) * transform.size_divisible for side in pixels.shape[:2])
+        if transform.is_fixed and height * width > LARGEST_PIXELS:
+            raise BrokenImageError(
+                "", f"{width}x{height} pixels with its margin for this network; at most {LARGEST_PIXELS:,} are shown"
+            )
+        return pixels
+
+    def answer(self, prepared: Sequence[Pixels], top_k: int) -> list[Answer]:
+        """Return one prediction per picture, in order, without paths; each picture is processed alone."""
+        return [self._answer(pixels, top_k) for pixels in prepared]
+
+    @torch.inference_mode()
+    def _answer(self, pixels: Pixels, top_k: int) -> Answer:
+        self._is_finite.clear()
+        output: dict[str, torch.Tensor] = self._network(as_floats([as_tensor(pixels).to(self._device)]))[0]
+        if not bool(torch.stack(self._is_finite).all()):
+            return self.unreadable(Path(), NOT_FINITE)
+        # Detections more likely than not, by descending score.
+        order = output["scores"].sort(descending=True, stable=True).indices
+        selected = order[output["scores"][order] >= _MIN_SCORE][:top_k]
+        output = {name: each[selected].cpu() for name, each in output.items()}
+        boxes: list[Any] = [tuple(round(edge, 2) for edge in box) for box in output["boxes"].tolist()]
+        return Detections(
+            Path(),
+            tuple(self.classes[label - 1] for label in output["labels"].tolist()),
+            tuple(output["scores"].tolist()),
+            boxes=tuple(boxes),
+            masks=output.get("masks"),
+        )
+
+    def _note(self, _: nn.Module, __: Any, scores: torch.Tensor) -> None:
+        self._is_finite.append(scores.isfinite().all())
