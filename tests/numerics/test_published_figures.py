@@ -10,16 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.metrics.critical_batch import (
-    adaptive_gain_of_power,
-    data_factor_to_divide_error,
-    error_reduction,
-    examples_ratio,
-    generalization_gap,
-    global_batch_size,
-    hyperbola,
-    steps_ratio,
-)
+from paceline.metrics.critical_batch import examples_ratio, steps_ratio
 from paceline.models.roofline import elementwise_intensity, gemm_intensity, peak_flops_per_second
 from paceline_advisor.formulas.catalogue import published
 from paceline_advisor.formulas.network import tile_count, wave_count, zero_bytes
@@ -96,11 +87,11 @@ FIGURES = (
     Figure("kort-selective-save", rule.selective_recompute_saving(96, 2048, 12288), 0.7, 0.01, "arXiv:2205.05198"),
     Figure("mcc-S-250", steps_ratio(1000, 250), 5, 0, MCCANDLISH),
     Figure("mcc-E-250", examples_ratio(1000, 250), 1.25, 0, MCCANDLISH),
-    Figure("mcc-hyperbola", hyperbola(steps_ratio(1000, 250), examples_ratio(1000, 250)), 1, 1e-12, MCCANDLISH),
-    Figure("mcc-adaptive-svhn", adaptive_gain_of_power(0.5), 0.96, 1e-12, MCCANDLISH),
-    Figure("hestness-07", error_reduction(0.07), 0.149, 0.005, HESTNESS),
-    Figure("hestness-07-halve", data_factor_to_divide_error(0.07), 19972, 0.001, HESTNESS),
-    Figure("hestness-35", error_reduction(0.35), 0.553, 0.002, HESTNESS),
+    Figure("mcc-hyperbola", rule.hyperbola(steps_ratio(1000, 250), examples_ratio(1000, 250)), 1, 1e-12, MCCANDLISH),
+    Figure("mcc-adaptive-svhn", rule.adaptive_gain_of_power(0.5), 0.96, 1e-12, MCCANDLISH),
+    Figure("hestness-07", rule.error_reduction(0.07), 0.149, 0.005, HESTNESS),
+    Figure("hestness-07-halve", rule.data_factor_to_divide_error(0.07), 19972, 0.001, HESTNESS),
+    Figure("hestness-35", rule.error_reduction(0.35), 0.553, 0.002, HESTNESS),
     *(
         Figure(f"goyal-lr-{batch}", rule.linear_rate(batch), rate, 1e-9, GOYAL + ", figure 3")
         for batch, rate in ((128, 0.05), (512, 0.2), (1024, 0.4), (2048, 0.8), (4096, 1.6))
@@ -141,8 +132,10 @@ FIGURES = (
     ),
     Figure("mlperf-h200-ips", rule.images_per_second(35, 12.0268), 62141, 0.001, MLPERF4),
     Figure("dcp-async", rule.time_speedup(148.8, 6.3), 23.62, 0.001, "pytorch.org/blog/reducing-checkpointing-times"),
-    Figure("elastic-128", global_batch_size(32, 4) == global_batch_size(8, 16), True, 0, "pytorch.org: elastic"),
-    Figure("keskar-F2", generalization_gap(64.02, 59.45), 4.57, 1e-6, "arXiv:1609.04836, table 2"),
+    Figure(
+        "elastic-128", rule.global_batch_size(32, 4) == rule.global_batch_size(8, 16), True, 0, "pytorch.org: elastic"
+    ),
+    Figure("keskar-F2", rule.generalization_gap(64.02, 59.45), 4.57, 1e-6, "arXiv:1609.04836, table 2"),
     Figure(
         "flag-mxnet-speedup",
         rule.contradicts(2.18, 3410.52, 1055.78),

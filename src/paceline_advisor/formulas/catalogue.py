@@ -121,7 +121,8 @@ class Formula:
         for word in typed:
             name, equals, text = word.partition("=")
             if not equals:
-                raise PacelineError(f"'{word}': arguments are written NAME=VALUE, here {_spelled_names(known)}.")
+                shown = " ".join(f"{each}=…" for each in known)
+                raise PacelineError(f"'{word}': arguments are written NAME=VALUE, here {shown}.")
             if name not in known:
                 raise PacelineError(
                     f"{self.name} has no argument '{name}'.{did_you_mean(name, known)} It takes {_listed(known)}."
@@ -330,7 +331,3 @@ def _listed(names: Sequence[str], word: str = "and") -> str:
 
 def _spelled(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in arguments.items())
-
-
-def _spelled_names(names: Sequence[str]) -> str:
-    return " ".join(f"{name}=…" for name in names)

@@ -215,12 +215,12 @@ def test_laws_of_speed_up() -> None:
 
 
 def test_the_critical_batch_is_where_both_ratios_are_two() -> None:
-    noise = batch.critical_batch(90_000, 100)
+    noise = table.critical_batch(90_000, 100)
     assert batch.steps_ratio(noise, noise) == batch.examples_ratio(noise, noise) == 2
-    assert batch.best_learning_rate(1.0, noise, noise) == 0.5
-    assert batch.adaptive_gain([5.0] * 10) == pytest.approx(1)
-    sampled = batch.adaptive_gain([math.sqrt(step + 0.5) for step in range(10_000)])
-    assert sampled == pytest.approx(batch.adaptive_gain_of_power(0.5), abs=1e-3)
+    assert table.best_learning_rate(1.0, noise, noise) == 0.5
+    assert table.adaptive_gain([5.0] * 10) == pytest.approx(1)
+    sampled = table.adaptive_gain([math.sqrt(step + 0.5) for step in range(10_000)])
+    assert sampled == pytest.approx(table.adaptive_gain_of_power(0.5), abs=1e-3)
 
 
 def test_the_noise_scale_is_found_from_two_batches() -> None:
@@ -229,13 +229,13 @@ def test_the_noise_scale_is_found_from_two_batches() -> None:
     given = (8, at[8], 64, at[64])
     assert batch.gradient_square(*given) == pytest.approx(square)
     assert batch.gradient_variance(*given) == pytest.approx(variance)
-    assert batch.simple_noise_scale(variance, square) == 40
+    assert table.simple_noise_scale(variance, square) == 40
 
 
 def test_mlperfs_reference_epochs_are_met_within_six_percent() -> None:
     """MLPerf training 3.1's reference convergence points of ResNet-50."""
     for size, epochs in ((1632, 35.0), (8192, 42), (32768, 56), (65536, 84.5)):
-        assert batch.epochs_to_target(size, 34.6, 46_900) == pytest.approx(epochs, rel=0.06)
+        assert table.epochs_to_target(size, 34.6, 46_900) == pytest.approx(epochs, rel=0.06)
 
 
 @pytest.mark.parametrize(("epochs", "minutes", "rate"), [(88, 77.2, 24340), (40, 35.6, 23992), (16, 14.9, 22929)])
