@@ -403,7 +403,12 @@ class Scaling:
             launched=self.subject.launches.share(_compiled(self._recipe)),
         )
         found = predict(self.subject.network, one, fabric_of(self.cluster, size, link), host, config)
-        hours = self._samples(share) / found.rate / _HOUR
+        duration, epoch = self._recipe.train.duration, self.subject.samples
+        samples = duration.value * epoch
+        if duration.unit != "epochs":
+            batch = min(share.global_batch, epoch)
+            samples = duration.to_steps(samples_per_epoch=epoch, global_batch_size=batch) * batch
+        hours = samples / found.rate / _HOUR
         paid = size if self._options.shared_node else self.cluster.nodes(size) * self.cluster.devices_per_node
         return Row(
             strategy="single" if size == 1 else strategy,
@@ -413,14 +418,6 @@ class Scaling:
             paid=paid,
             cost=None if price is None else hours * paid * price,
         )
-
-    def _samples(self, share: Share) -> float:
-        """Return the samples of the whole training."""
-        duration, epoch = self._recipe.train.duration, self.subject.samples
-        batch = min(share.global_batch, epoch)
-        if duration.unit == "epochs":
-            return duration.value * epoch
-        return float(duration.to_steps(samples_per_epoch=epoch, global_batch_size=batch) * batch)
 
     def _threads(self, size: int) -> int:
         threads = self._recipe.parallel.threads
