@@ -16,17 +16,6 @@ from paceline_advisor.memory.allocator import rounded
 Recompute = Literal["none", "selective", "full"]
 
 
-def attention_factor(heads: int, sequence: int, hidden: int) -> float:
-    """Bytes that a layer's softmax, its dropout and the product with the values store, over s · b · h: 5 a s / h.
-
-    Here a is the number of heads, s the sequence length, b the micro-batch and h the hidden size.
-
-    Source:
-        Korthikanti et al., Reducing activation recomputation in large transformer models, arXiv:2205.05198, equation 1.
-    """
-    return 5 * heads * sequence / hidden
-
-
 def layer_activation_bytes(
     sequence: int,
     micro_batch: int,
@@ -45,36 +34,10 @@ def layer_activation_bytes(
     unit = sequence * micro_batch * hidden
     if recompute == "full":
         return 2 * unit / (tensor_parallel if sequence_parallel else 1)
-    attention = 0.0 if recompute == "selective" else attention_factor(heads, sequence, hidden)
+    attention = 0.0 if recompute == "selective" else 5 * heads * sequence / hidden
     if sequence_parallel:
         return unit * (34 + attention) / tensor_parallel
     return unit * (10 + (24 + attention) / tensor_parallel)
-
-
-def activation_bytes(
-    sequence: int,
-    micro_batch: int,
-    hidden: int,
-    heads: int,
-    layers: int,
-    tensor_parallel: int = 1,
-    *,
-    sequence_parallel: bool = False,
-    recompute: Recompute = "none",
-) -> float:
-    """Bytes of activations that the first device of a pipeline stores in 16-bit training.
-
-    It stores those of as many micro-batches as the pipeline has stages, so the result is the same for any number of
-    stages, also for one.
-
-    Source:
-        Korthikanti et al., arXiv:2205.05198, equation 5.
-    """
-    return layers * layer_activation_bytes(
-        *(sequence, micro_batch, hidden, heads, tensor_parallel),
-        sequence_parallel=sequence_parallel,
-        recompute=recompute,
-    )
 
 
 # Thread-block tiles of cuBLAS, the most efficient first, as listed in the guide.

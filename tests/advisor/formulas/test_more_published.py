@@ -78,7 +78,7 @@ def test_activation_memory_follows_the_papers_table() -> None:
     both = network.layer_activation_bytes(*sizes, 8, sequence_parallel=True, recompute="selective")
     assert both == unit * 34 / 8
     assert network.layer_activation_bytes(*sizes, recompute="full") == 2 * unit
-    assert network.activation_bytes(*sizes, 96, 8) == 96 * unit * (10 + 24 / 8 + 80 / 8)
+    assert table.activation_bytes(*sizes, 96, 8) == 96 * unit * (10 + 24 / 8 + 80 / 8)
 
 
 def test_palm_540b_reaches_its_printed_utilisation() -> None:
