@@ -420,7 +420,8 @@ def estimate_memory(
         sizes = sorted({max(1, current * 2**power // 2**_HALVINGS) for power in range(_HALVINGS + _DOUBLINGS + 1)})
         sizes = [each for each in sizes if each == current or not steps.refuses(each)]
         kernels = unknown_kernels(step.network) if machine.device == "cpu" else ""
-        least, sharded = job.least(current, memory), ()
+        least = job.least(current, memory)
+        sharded: tuple[Saving, ...] = ()
         # If samples are processed one by one, sharded weights would be gathered for each of them.
         if job.plan.strategy != "fsdp" and not steps.is_scaled:
             total = job.least(current, memory, "fsdp")
