@@ -30,15 +30,7 @@ from paceline.trainer.train import Options, train_recipe
 from paceline.units import Duration
 from paceline_advisor.bench.target import Target
 from paceline_advisor.commands import NoiseScale, SweepBatch
-from paceline_advisor.tuning.batch_sweep import (
-    COLUMNS,
-    RuleResult,
-    SweepReport,
-    conclude,
-    knee_in_words,
-    sweep,
-    table_rows,
-)
+from paceline_advisor.tuning.batch_sweep import COLUMNS, RuleResult, Swept, knee_in_words, sweep_batch, table_rows
 from paceline_advisor.tuning.noise_scale import NoiseReport, measure_noise
 
 OVERRIDES = (
@@ -60,7 +52,7 @@ TARGET = Target("top1_accuracy", 90)
 WITHIN = 3.0
 
 
-def swept(seeds: int, output: Path) -> SweepReport:
+def swept(seeds: int, output: Path) -> Swept:
     """The sweep, which goes on where it was if it is begun again."""
     command = SweepBatch(
         recipe="digits",
@@ -72,7 +64,7 @@ def swept(seeds: int, output: Path) -> SweepReport:
         longest=Duration(60, "epochs"),
         output=output,
     )
-    report = conclude(sweep(command, lambda line: print(line, flush=True)))
+    report = sweep_batch(command, lambda line: print(line, flush=True))
     write_result(output, "sweep-batch", report)
     return report
 
@@ -157,8 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "sweep": report.to_json(),
     }
     lines = [
-        f"Digits, plain SGD at a constant rate, to {report.target}; each batch at the best of five rates.",
-        f"{report.seeds} runs each.",
+        f"Digits, plain SGD at a constant rate, to {TARGET.metric}={TARGET.value:g}.",
+        "Each batch at the best of five rates.",
+        f"{options.seeds} runs each.",
         "",
         *table(tuned),
         "",

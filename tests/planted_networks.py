@@ -9,10 +9,6 @@ import torch
 from torch import nn
 
 
-def slow_gelu(x):
-    return x * 0.5 * (1.0 + torch.erf(x / 1.41421))
-
-
 class Net(nn.Module):
     def __init__(self, num_classes):
         super().__init__()
@@ -34,18 +30,7 @@ _TWO_CONVOLUTIONS = (
     "second = nn.Conv2d(64, 128, 3)",
     "head = nn.Linear(128, num_classes)",
 )
-POINTWISE = network_of("return self.head(self.second(slow_gelu(self.conv(x))).mean((2, 3)))", *_TWO_CONVOLUTIONS)
 RELAID = network_of("return self.head(self.second(self.conv(x).contiguous()).mean((2, 3)))", *_TWO_CONVOLUTIONS)
-DISORDERED = network_of("return self.head(self.second(self.conv(x)).mean((2, 3)))", *reversed(_TWO_CONVOLUTIONS))
-DEPTHWISE = network_of(
-    "return self.head(self.mixed(self.each(self.stem(x))).mean((2, 3)))",
-    *("stem = nn.Conv2d(3, 64, 3)", "each = nn.Conv2d(64, 64, 3, groups=64)", "mixed = nn.Conv2d(64, 256, 1)"),
-    "head = nn.Linear(256, num_classes)",
-)
-RECURRENT = network_of(
-    "return self.head(self.rows(x.transpose(1, 2).flatten(2))[0][:, -1])",
-    *("rows = nn.LSTM(96, 100, batch_first=True)", "head = nn.Linear(100, num_classes)"),
-)
 CELLS = network_of(
     "state = x.new_zeros(len(x), 256)\n"
     "for row in x[:, :, :3].transpose(1, 2).flatten(2).unbind(1):\n    state = self.cell(row, state)\n"

@@ -10,21 +10,20 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import DataError, PacelineError, RecipeError, RunDirectoryError
+from paceline.errors import PacelineError, RecipeError, RunDirectoryError
 from paceline.pages.shown import write_result
-from paceline.recipe.load import LoadedRecipe, load_recipe
-from paceline_advisor.bench.target import Target, TargetRun
+from paceline.recipe.load import load_recipe
+from paceline.recipe.schema import Recipe
+from paceline_advisor.bench.target import Target, TargetRun, one_run
 from paceline_advisor.commands import SweepBatch
 from paceline_advisor.tuning.batch_sweep import (
     RUNS_FILE,
     SweepRun,
     Swept,
-    conclude,
     knee_in_words,
     rates_of,
-    run_in_place,
     steps_to,
-    sweep,
+    sweep_batch,
     table_rows,
     with_batch,
 )
@@ -62,7 +61,7 @@ def test_rules_start_from_the_recipes_own() -> None:
 
 def test_runs_end_at_the_target_and_are_made_once(tmp_path: Path) -> None:
     message: list[str] = []
-    swept = sweep(requested(tmp_path), message.append)
+    swept = sweep_batch(requested(tmp_path), message.append)
     # Both rules have the recipe's own batch in common.
     assert [(run.batch, run.lr) for run in swept.runs.values()] == [(32, 0.1), (32, 0.141421), (64, 0.2)]
     assert all(run.reached and 0 < run.steps < 100 for run in swept.runs.values())
@@ -72,24 +71,24 @@ def test_runs_end_at_the_target_and_are_made_once(tmp_path: Path) -> None:
     book = tmp_path / RUNS_FILE
     lines = book.read_text().splitlines()
     book.write_text("\n".join([*lines[:-1], lines[-1][:20]]))
-    again = sweep(requested(tmp_path), message.append)
+    again = sweep_batch(requested(tmp_path), message.append)
     assert message[3] == "2 of 3 runs are already done"
     assert len(message) == 5
     same = [replace(run, seconds=0) for run in again.runs.values()]
     assert same == [replace(run, seconds=0) for run in swept.runs.values()]
 
     with pytest.raises(PacelineError, match="another sweep"):
-        sweep(requested(tmp_path, to="top1_accuracy=41"))
+        sweep_batch(requested(tmp_path, to="top1_accuracy=41"))
     for damaged in ("[1, 2]", "[" * 100_000, "null", '{"target": 1}\n[]'):
         book.write_text(damaged + "\n")
         with pytest.raises(RunDirectoryError, match=RUNS_FILE):
-            sweep(requested(tmp_path))
+            sweep_batch(requested(tmp_path))
 
 
 def test_a_run_is_the_same_in_processes_of_its_own(tmp_path: Path) -> None:
     both = (*QUICK, "parallel.exact=true", "parallel.logical_ranks=2")
     here, present = (
-        sweep(
+        sweep_batch(
             requested(tmp_path / str(count), overrides=both, batch_sizes=(32,), lr_rules=("linear",), processes=count)
         )
         for count in (1, 2)
@@ -104,60 +103,61 @@ def test_who_does_not_get_there_is_counted_as_such(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"batch_sizes": (64,), "lr_rules": ("constant",), "longest": Duration(10, "steps")}
     # To stop on the way is of no use here, and is left out.
     changes["overrides"] = (*QUICK, "train.until=5 steps")
-    swept = sweep(requested(tmp_path, **changes, to="top1_accuracy=99.9"))
+    swept = sweep_batch(requested(tmp_path, **changes, to="top1_accuracy=99.9"))
     (run,) = swept.runs.values()
     assert (run.reached, run.steps, run.evaluations, run.trouble) == (False, 10, 2, "")
-    report = conclude(swept)
-    assert report.rules[0].law is None
-    assert "0 batch sizes" in knee_in_words(report.rules[0])
-    assert table_rows(report.rules[0])[0][2:4] == ("0 of 1", "-")
+    assert swept.rules[0].law is None
+    assert "0 batch sizes" in knee_in_words(swept.rules[0])
+    assert table_rows(swept.rules[0])[0][2:4] == ("0 of 1", "-")
 
 
 def test_the_first_run_that_fails_ends_it(tmp_path: Path) -> None:
     with pytest.raises(PacelineError, match="cannot be cut"):
-        sweep(requested(tmp_path, overrides=(*QUICK, "parallel.logical_ranks=3")))
+        sweep_batch(requested(tmp_path, overrides=(*QUICK, "parallel.logical_ranks=3")))
     with pytest.raises(RecipeError, match=r"evaluate\.every"):
-        sweep(requested(tmp_path, overrides=(*QUICK, "evaluate.every=off")))
+        sweep_batch(requested(tmp_path, overrides=(*QUICK, "evaluate.every=off")))
     with pytest.raises(RecipeError, match=r"batch\.growth"):
-        sweep(requested(tmp_path, overrides=(*QUICK, "batch.growth.2=128")))
+        sweep_batch(requested(tmp_path, overrides=(*QUICK, "batch.growth.2=128")))
 
 
 def test_a_batch_that_cannot_be_run_is_refused_before_the_first_run(tmp_path: Path) -> None:
     message: list[str] = []
     cut = (*QUICK, "batch.global_size=48", "batch.micro_size=48")
     with pytest.raises(RecipeError, match=r"--batch-sizes: a run with 64 is not possible: .*micro_size=48"):
-        sweep(requested(tmp_path, overrides=cut, batch_sizes=(48, 64)), message.append)
+        sweep_batch(requested(tmp_path, overrides=cut, batch_sizes=(48, 64)), message.append)
     with pytest.raises(
         RecipeError, match=r"--batch-sizes: a step of 5,000 samples cannot be made of an epoch of 1,438"
     ):
-        sweep(requested(tmp_path, overrides=QUICK, batch_sizes=(48, 5000)), message.append)
+        sweep_batch(requested(tmp_path, overrides=QUICK, batch_sizes=(48, 5000)), message.append)
     assert message == []
     assert not (tmp_path / RUNS_FILE).exists()
 
 
 def test_batch_norms_groups_follow_the_batch(tmp_path: Path) -> None:
     ghosts = (*QUICK, "model.ghost_batch_norm=32")
-    swept = sweep(requested(tmp_path, overrides=ghosts, batch_sizes=(16, 48, 64), lr_rules=("constant",)))
+    swept = sweep_batch(requested(tmp_path, overrides=ghosts, batch_sizes=(16, 48, 64), lr_rules=("constant",)))
     assert [run.trouble for run in swept.runs.values()] == ["", "", ""]
     recipe = swept.loaded.recipe
     assert [with_batch(recipe, batch, 1).model.ghost_batch_norm for batch in (16, 48, 64)] == [None, 24, 32]
-    (note,) = [note for note in conclude(swept).notes if "ghost" in note]
+    (note,) = [note for note in swept.notes() if "ghost" in note]
     assert "of 48: " in note
 
 
 def test_a_run_that_fails_later_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def limited(loaded: LoadedRecipe, target: Target, folder: Path) -> TargetRun:
-        if loaded.recipe.batch.global_size == 64:
-            raise DataError("no more shared memory")
-        return run_in_place(loaded, target, folder)
+    def limited(target: Target, recipe: Recipe, *, processes: int) -> TargetRun:
+        if recipe.batch.global_size == 64:
+            return TargetRun(seed=recipe.seed, trouble="no more shared memory")
+        return one_run(target, recipe, processes=processes)
 
-    monkeypatch.setattr("paceline_advisor.tuning.batch_sweep.run_in_place", limited)
-    report = conclude(sweep(requested(tmp_path, lr_rules=("constant",))))
+    monkeypatch.setattr("paceline_advisor.tuning.batch_sweep.one_run", limited)
+    report = sweep_batch(requested(tmp_path, lr_rules=("constant",)))
     assert [(row.reached, row.steps is None) for row in report.rules[0].rows] == [(1, False), (0, True)]
-    assert any("no more shared memory" in note for note in report.notes)
+    assert any("no more shared memory" in note for note in report.notes())
     monkeypatch.undo()
     message: list[str] = []
-    assert all(run.reached for run in sweep(requested(tmp_path, lr_rules=("constant",)), message.append).runs.values())
+    assert all(
+        run.reached for run in sweep_batch(requested(tmp_path, lr_rules=("constant",)), message.append).runs.values()
+    )
     assert message[0] == "1 of 2 runs are already done"
 
 
@@ -204,7 +204,7 @@ def synthetic(knee: float = 100) -> Swept:
 
 
 def test_the_knee_is_found_and_shown(tmp_path: Path) -> None:
-    report = conclude(synthetic())
+    report = synthetic()
     linear, constant = report.rules
     assert linear.law is not None
     assert linear.law.critical_batch.middle == pytest.approx(100, rel=0.01)
@@ -233,7 +233,7 @@ def test_a_sweep_that_does_not_bound_its_knee_is_still_shown(
 ) -> None:
     swept = synthetic()
     runs = {key: replace(run, steps=steps_of(run.batch, run.seed)) for key, run in swept.runs.items()}
-    report = conclude(replace(swept, options=replace(swept.options, lr_rules=("linear",)), runs=runs))
+    report = replace(swept, options=replace(swept.options, lr_rules=("linear",)), runs=runs)
     assert message in knee_in_words(report.rules[0])
     assert all("nan" not in cell for row in table_rows(report.rules[0]) for cell in row)
     assert len(write_result(tmp_path, "sweep-batch", report)) == 2
@@ -246,7 +246,7 @@ def test_a_run_that_failed_does_not_say_how_many_samples_a_step_has() -> None:
     failed = next(key for key in runs if key[0] == 1024)
     changes: dict[str, Any] = {"reached": False, "steps": 0.0, "evaluations": 0, "trouble": "it broke"}
     runs[failed] = replace(runs[failed], samples_per_step=1024, **changes)
-    linear = conclude(replace(swept, runs=runs)).rules[0]
+    linear = replace(swept, runs=runs).rules[0]
     row = linear.rows[-1]
     assert row.steps is not None
     assert row.samples == 719 * row.steps.middle
@@ -263,5 +263,5 @@ def test_the_best_rate_is_the_one_with_which_most_get_there() -> None:
             run = replace(swept.runs[64, 0.2, 0], lr=rate, seed=seed, reached=present, steps=steps)
             runs[run.key] = run
     tuned = replace(swept, options=replace(swept.options, batch_sizes=(64,), lr_rules=("tuned",)), runs=runs)
-    (row,) = conclude(tuned).rules[0].rows
+    (row,) = tuned.rules[0].rows
     assert (row.lr, row.reached) == (0.4, 3)

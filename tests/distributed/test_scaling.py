@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import shaped
 
+from paceline.clusters import Link
 from paceline_advisor.formulas.scaling import Fabric
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.world_size(4)]
@@ -28,10 +29,8 @@ def test_a_sum_over_a_slow_link_takes_what_the_model_says(size: int, tmp_path: P
     fabric = Fabric(
         devices=size,
         per_node=1,
-        within_bytes_per_second=1e12,
-        within_latency_seconds=0,
-        network_bytes_per_second=rate,
-        network_latency_seconds=shaped.LATENCY_SECONDS,
+        within=Link(1e12, 0),
+        network=Link(rate, shaped.LATENCY_SECONDS),
         algorithm="ring",
     )
     # Cores that others use too only make it slower; the shaped link cannot be faster than its rate.

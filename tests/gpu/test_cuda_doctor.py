@@ -49,7 +49,7 @@ def refusing() -> Iterator[None]:
 @pytest.mark.parametrize("act", ACTS.values(), ids=ACTS.keys())
 def test_the_doctor_and_cuda_agree(act: Callable[[Tensor], Any], refusing: None) -> None:
     host = torch.arange(12.0).reshape(4, 3)
-    watcher = CallWatcher([host], samples=4)
+    watcher = CallWatcher([host])
     with watcher:
         act(host)
     device = torch.arange(12.0, device="cuda").reshape(4, 3)

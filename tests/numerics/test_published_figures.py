@@ -6,51 +6,18 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from paceline.metrics.critical_batch import (
-    adaptive_gain_of_power,
-    data_factor_to_divide_error,
-    error_reduction,
-    examples_ratio,
-    generalization_gap,
-    global_batch_size,
-    hyperbola,
-    steps_ratio,
-)
+from paceline.metrics.critical_batch import examples_ratio, steps_ratio
 from paceline.models.roofline import elementwise_intensity, gemm_intensity, peak_flops_per_second
-from paceline_advisor.formulas.network import (
-    adam_mixed_precision_bytes,
-    flops_per_token,
-    mfu,
-    selective_recompute_saving,
-    tile_count,
-    wave_count,
-    zero_bytes,
-)
-from paceline_advisor.formulas.scaling import (
-    contradicts,
-    cost,
-    dawnbench_seconds,
-    efficiency_of_step_growth,
-    images_per_second,
-    is_superlinear,
-    linear_rate,
-    minutes,
-    nvidia_printed_hours,
-    nvidia_rate,
-    nvidia_warmup,
-    nvidia_weight_decay,
-    olympic_mean,
-    progressive_resizing_minutes,
-    reference_convergence_ratio,
-    speedup,
-    steps,
-    time_saved,
-    time_speedup,
-    training_hours,
-)
+from paceline_advisor.formulas.catalogue import published
+from paceline_advisor.formulas.network import tile_count, wave_count, zero_bytes
+from paceline_advisor.formulas.scaling import olympic_mean, progressive_resizing_minutes
+
+# The formulas of the tables, by name.
+rule = SimpleNamespace(**{each.name: each.function for each in published()})
 
 # A longer list of the same kind, in JSON, may be named here: then none of its identifiers may be missing below.
 LIST = os.environ.get("PACELINE_PUBLISHED_FIGURES", "")
@@ -73,7 +40,7 @@ MLPERF4 = "mlcommons/training_results_v4.0@6fe9543: NVIDIA, h200_ngc24.04_mxnet"
 MOSAIC = "mlcommons/training_results_v2.0@8437fbb: MosaicML; mosaicml.com/blog/mlperf-2022"
 
 REFERENCE_EPOCHS = (36, 35, 34, 34, 36, 35, 35, 35, 35, 37, 35, 35, 35, 36, 35)
-LLAMA3 = flops_per_token(8_030_261_248, 32, 32, 128, 8192, embedding_parameters=525_336_576)
+LLAMA3 = rule.flops_per_token(8_030_261_248, 32, 32, 128, 8192, embedding_parameters=525_336_576)
 FFCV_TIMES = {"first_seconds": 26.6, "epoch_seconds": (49.05, 65.1), "switch_seconds": 13.6, "final_seconds": 3.4}
 
 
@@ -89,18 +56,22 @@ class Figure:
 
 
 FIGURES = (
-    Figure("dle-rn50-a100-amp-scale", speedup(16621, 2470), 6.72, 0.01, RESNET50),
-    Figure("dle-rn50-a100-tf32-scale", speedup(7248, 938), 7.72, 0.01, RESNET50),
-    Figure("dle-rn50-a100-amp-speedup1", speedup(2470, 938), 2.63, 0.01, RESNET50),
-    Figure("dle-rn50-a100-amp-speedup8", speedup(16621, 7248), 2.29, 0.01, RESNET50),
-    Figure("dle-rn50-v100-amp-scale", speedup(8322, 1200), 6.93, 0.01, RESNET50),
-    Figure("dle-rnxt-a100-amp-scale", speedup(7925, 1211), 6.54, 0.01, CONVNETS + "resnext101-32x4d/README.md"),
-    Figure("dle-sernxt-a100-amp-scale", speedup(5779, 855), 6.75, 0.01, CONVNETS + "se-resnext101-32x4d/README.md"),
-    Figure("dle-dlrm-ttt", time_speedup(387, 276), 1.40217, 1e-4, DLRM),
-    Figure("dle-dlrm-ttt-v100", time_speedup(7090, 2297), 3.08663, 1e-4, DLRM),
-    Figure("titan-asynctp", speedup(942.4, 809.8), 1.16, 0.01, "torchtitan: asyncTP_llama3_h100_2025-06_torchtitan.md"),
-    Figure("titan-mfu-eager", mfu(5762, LLAMA3, 989e12), 0.33, 0.03, TITAN),
-    Figure("titan-mfu-compile", mfu(6667, LLAMA3, 989e12), 0.39, 0.03, TITAN),
+    Figure("dle-rn50-a100-amp-scale", rule.speedup(16621, 2470), 6.72, 0.01, RESNET50),
+    Figure("dle-rn50-a100-tf32-scale", rule.speedup(7248, 938), 7.72, 0.01, RESNET50),
+    Figure("dle-rn50-a100-amp-speedup1", rule.speedup(2470, 938), 2.63, 0.01, RESNET50),
+    Figure("dle-rn50-a100-amp-speedup8", rule.speedup(16621, 7248), 2.29, 0.01, RESNET50),
+    Figure("dle-rn50-v100-amp-scale", rule.speedup(8322, 1200), 6.93, 0.01, RESNET50),
+    Figure("dle-rnxt-a100-amp-scale", rule.speedup(7925, 1211), 6.54, 0.01, CONVNETS + "resnext101-32x4d/README.md"),
+    Figure(
+        "dle-sernxt-a100-amp-scale", rule.speedup(5779, 855), 6.75, 0.01, CONVNETS + "se-resnext101-32x4d/README.md"
+    ),
+    Figure("dle-dlrm-ttt", rule.time_speedup(387, 276), 1.40217, 1e-4, DLRM),
+    Figure("dle-dlrm-ttt-v100", rule.time_speedup(7090, 2297), 3.08663, 1e-4, DLRM),
+    Figure(
+        "titan-asynctp", rule.speedup(942.4, 809.8), 1.16, 0.01, "torchtitan: asyncTP_llama3_h100_2025-06_torchtitan.md"
+    ),
+    Figure("titan-mfu-eager", rule.mfu(5762, LLAMA3, 989e12), 0.33, 0.03, TITAN),
+    Figure("titan-mfu-compile", rule.mfu(6667, LLAMA3, 989e12), 0.39, 0.03, TITAN),
     Figure("a100-peak-fp16", peak_flops_per_second(108, 1.41, 1024) / 1e12, 312, 0.005, BACKGROUND),
     Figure("a100-peak-tf32", peak_flops_per_second(108, 1.41, 512) / 1e12, 156, 0.005, BACKGROUND),
     Figure("ai-linear-512", gemm_intensity(4096, 512, 1024), 315, 0.002, BACKGROUND),
@@ -112,63 +83,67 @@ FIGURES = (
     Figure("waves-1792", wave_count(98, 108), 1, 0, MATMUL),
     Figure("zero-0", zero_bytes(7.5e9, 0, 64) / 1e9, 120, 0.001, ZERO),
     Figure("zero-1", zero_bytes(7.5e9, 1, 64) / 1e9, 31.4, 0.002, ZERO),
-    Figure("adam16-70b", adam_mixed_precision_bytes(70e9) / 1e12, 1.12, 0.001, ZERO),
-    Figure("kort-selective-save", selective_recompute_saving(96, 2048, 12288), 0.7, 0.01, "arXiv:2205.05198"),
+    Figure("adam16-70b", rule.adam_mixed_precision_bytes(70e9) / 1e12, 1.12, 0.001, ZERO),
+    Figure("kort-selective-save", rule.selective_recompute_saving(96, 2048, 12288), 0.7, 0.01, "arXiv:2205.05198"),
     Figure("mcc-S-250", steps_ratio(1000, 250), 5, 0, MCCANDLISH),
     Figure("mcc-E-250", examples_ratio(1000, 250), 1.25, 0, MCCANDLISH),
-    Figure("mcc-hyperbola", hyperbola(steps_ratio(1000, 250), examples_ratio(1000, 250)), 1, 1e-12, MCCANDLISH),
-    Figure("mcc-adaptive-svhn", adaptive_gain_of_power(0.5), 0.96, 1e-12, MCCANDLISH),
-    Figure("hestness-07", error_reduction(0.07), 0.149, 0.005, HESTNESS),
-    Figure("hestness-07-halve", data_factor_to_divide_error(0.07), 19972, 0.001, HESTNESS),
-    Figure("hestness-35", error_reduction(0.35), 0.553, 0.002, HESTNESS),
+    Figure("mcc-hyperbola", rule.hyperbola(steps_ratio(1000, 250), examples_ratio(1000, 250)), 1, 1e-12, MCCANDLISH),
+    Figure("mcc-adaptive-svhn", rule.adaptive_gain_of_power(0.5), 0.96, 1e-12, MCCANDLISH),
+    Figure("hestness-07", rule.error_reduction(0.07), 0.149, 0.005, HESTNESS),
+    Figure("hestness-07-halve", rule.data_factor_to_divide_error(0.07), 19972, 0.001, HESTNESS),
+    Figure("hestness-35", rule.error_reduction(0.35), 0.553, 0.002, HESTNESS),
     *(
-        Figure(f"goyal-lr-{batch}", linear_rate(batch), rate, 1e-9, GOYAL + ", figure 3")
+        Figure(f"goyal-lr-{batch}", rule.linear_rate(batch), rate, 1e-9, GOYAL + ", figure 3")
         for batch, rate in ((128, 0.05), (512, 0.2), (1024, 0.4), (2048, 0.8), (4096, 1.6))
     ),
-    Figure("goyal-lr-8192", linear_rate(8192), 3.2, 1e-9, GOYAL + ", figure 3"),
-    Figure("goyal-lr-32768", linear_rate(32768), 12.8, 1e-9, GOYAL + ", figure 3"),
-    Figure("goyal-lr-65536", linear_rate(65536), 25.6, 1e-9, GOYAL + ", figure 3"),
-    Figure("goyal-eff", efficiency_of_step_growth(1.12), 0.9, 0.01, GOYAL + ", section 5.5"),
-    Figure("dle-lr-1024", nvidia_rate(1024), 1.024, 1e-9, RESNET50),
-    Figure("dle-lr-2048", nvidia_rate(2048), 2.048, 1e-9, RESNET50),
-    Figure("dle-lr-4096", nvidia_rate(4096), 4.096, 1e-9, RESNET50),
-    Figure("dle-wd", nvidia_weight_decay(), 3.0517578125e-05, 1e-12, RESNET50),
-    Figure("dle-warmup-e0", nvidia_warmup(0, 8, 2.048), 0.256, 1e-9, CONVNETS + "image_classification/optimizers.py"),
+    Figure("goyal-lr-8192", rule.linear_rate(8192), 3.2, 1e-9, GOYAL + ", figure 3"),
+    Figure("goyal-lr-32768", rule.linear_rate(32768), 12.8, 1e-9, GOYAL + ", figure 3"),
+    Figure("goyal-lr-65536", rule.linear_rate(65536), 25.6, 1e-9, GOYAL + ", figure 3"),
+    Figure("goyal-eff", rule.efficiency_of_step_growth(1.12), 0.9, 0.01, GOYAL + ", section 5.5"),
+    Figure("dle-lr-1024", rule.nvidia_rate(1024), 1.024, 1e-9, RESNET50),
+    Figure("dle-lr-2048", rule.nvidia_rate(2048), 2.048, 1e-9, RESNET50),
+    Figure("dle-lr-4096", rule.nvidia_rate(4096), 4.096, 1e-9, RESNET50),
+    Figure("dle-wd", rule.nvidia_weight_decay(), 3.0517578125e-05, 1e-12, RESNET50),
+    Figure(
+        "dle-warmup-e0", rule.nvidia_warmup(0, 8, 2.048), 0.256, 1e-9, CONVNETS + "image_classification/optimizers.py"
+    ),
     Figure("ffcv-88", progressive_resizing_minutes(epochs=(71, 17), **FFCV_TIMES), 77.2, 0.005, FFCV),
     Figure("ffcv-16", progressive_resizing_minutes(epochs=(12, 4), **FFCV_TIMES), 14.9, 0.005, FFCV),
-    Figure("dle-90e-1gpu-tf32", training_hours(938), 36, 0.1, RESNET50),
-    Figure("dle-90e-1gpu-amp", training_hours(2470), 14, 0.1, RESNET50),
-    Figure("dle-90e-1gpu-fp32-v100", training_hours(367), 92, 0.1, RESNET50),
-    Figure("dle-90e-ceil-938", nvidia_printed_hours(938), 36, 0, RESNET50),
-    Figure("dle-90e-ceil-16621", nvidia_printed_hours(16621), 3, 0, RESNET50),
-    Figure("fastai-cost", cost(1085.18, 391.68), 118.07, 0.001, DAWNBENCH),
-    Figure("fastai-18min", minutes(1085.18), 18, 0.01, DAWNBENCH),
-    Figure("composer-17pct", time_saved(28.7, 23.8), 0.17, 0.01, "mosaicml.com/blog/mlperf-2022"),
-    Figure("airbench94-steps", steps(50_000, 2000, 8), 200, 0, AIRBENCH + ": airbench94_muon.py"),
-    Figure("airbench-rn18-ratio", time_speedup(420, 27.3), 15.4, 0.01, AIRBENCH + ": README.md"),
-    Figure("myrtle-dawn", dawnbench_seconds(79, 7, 2), 74, 0, "davidcpage/cifar10-fast@f79e8b8: README.md"),
+    Figure("dle-90e-1gpu-tf32", rule.training_hours(938), 36, 0.1, RESNET50),
+    Figure("dle-90e-1gpu-amp", rule.training_hours(2470), 14, 0.1, RESNET50),
+    Figure("dle-90e-1gpu-fp32-v100", rule.training_hours(367), 92, 0.1, RESNET50),
+    Figure("dle-90e-ceil-938", rule.nvidia_printed_hours(938), 36, 0, RESNET50),
+    Figure("dle-90e-ceil-16621", rule.nvidia_printed_hours(16621), 3, 0, RESNET50),
+    Figure("fastai-cost", rule.cost(1085.18, 391.68), 118.07, 0.001, DAWNBENCH),
+    Figure("fastai-18min", rule.minutes(1085.18), 18, 0.01, DAWNBENCH),
+    Figure("composer-17pct", rule.time_saved(28.7, 23.8), 0.17, 0.01, "mosaicml.com/blog/mlperf-2022"),
+    Figure("airbench94-steps", rule.steps(50_000, 2000, 8), 200, 0, AIRBENCH + ": airbench94_muon.py"),
+    Figure("airbench-rn18-ratio", rule.time_speedup(420, 27.3), 15.4, 0.01, AIRBENCH + ": README.md"),
+    Figure("myrtle-dawn", rule.dawnbench_seconds(79, 7, 2), 74, 0, "davidcpage/cifar10-fast@f79e8b8: README.md"),
     Figure("mlperf-h200", olympic_mean((12.0191, 12.0239, 12.0339, 12.04, 12.0224)), 12.0268, 1e-5, MLPERF4),
     Figure("mlperf-mosaic-base", olympic_mean((111.6539, 110.4596, 110.5382, 110.5208, 110.4804)), 110.5, 5e-4, MOSAIC),
     Figure("mlperf-mosaic-methods", olympic_mean((23.5536, 24.1001, 23.5456, 24.5397, 23.7118)), 23.8, 0.001, MOSAIC),
     Figure(
         "mlperf-rcp-3264",
-        reference_convergence_ratio(REFERENCE_EPOCHS, 35),
+        rule.reference_convergence_ratio(REFERENCE_EPOCHS, 35),
         1.0043956043956044,
         1e-9,
         "mlcommons/training_results_v2.1@158189d: NVIDIA, dgxa100_ngc22.04_mxnet, scaling.json",
     ),
-    Figure("mlperf-h200-ips", images_per_second(35, 12.0268), 62141, 0.001, MLPERF4),
-    Figure("dcp-async", time_speedup(148.8, 6.3), 23.62, 0.001, "pytorch.org/blog/reducing-checkpointing-times"),
-    Figure("elastic-128", global_batch_size(32, 4) == global_batch_size(8, 16), True, 0, "pytorch.org: elastic"),
-    Figure("keskar-F2", generalization_gap(64.02, 59.45), 4.57, 1e-6, "arXiv:1609.04836, table 2"),
+    Figure("mlperf-h200-ips", rule.images_per_second(35, 12.0268), 62141, 0.001, MLPERF4),
+    Figure("dcp-async", rule.time_speedup(148.8, 6.3), 23.62, 0.001, "pytorch.org/blog/reducing-checkpointing-times"),
+    Figure(
+        "elastic-128", rule.global_batch_size(32, 4) == rule.global_batch_size(8, 16), True, 0, "pytorch.org: elastic"
+    ),
+    Figure("keskar-F2", rule.generalization_gap(64.02, 59.45), 4.57, 1e-6, "arXiv:1609.04836, table 2"),
     Figure(
         "flag-mxnet-speedup",
-        contradicts(2.18, 3410.52, 1055.78),
+        rule.contradicts(2.18, 3410.52, 1055.78),
         True,
         0,
         DLE + "MxNet/Classification/RN50v1.5/README.md",
     ),
-    Figure("flag-effb4-superlinear", is_superlinear(641, 36, 8), True, 0, CONVNETS + "efficientnet/README.md"),
+    Figure("flag-effb4-superlinear", rule.is_superlinear(641, 36, 8), True, 0, CONVNETS + "efficientnet/README.md"),
 )
 
 

@@ -14,7 +14,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ from paceline_advisor.commands import Bench
 from paceline_advisor.launches import Launch, check_can_watch, said
 
 _HOUR = 3600.0
-_LIMIT_SECONDS = 30 * 24 * _HOUR
 _LOOK_SECONDS = 0.2
 
 
@@ -94,7 +93,7 @@ class TargetRun:
         train_seconds: Training time until then, or until its end.
         wall_seconds: From the start of training until then.
         evaluations: (epoch, training seconds, metrics) of the best weights in each evaluation.
-        hardware: Description of the hardware.
+        plan: The run's plan, if it was evaluated.
         trouble: Why it failed; empty if it did not.
     """
 
@@ -103,7 +102,7 @@ class TargetRun:
     train_seconds: float = 0.0
     wall_seconds: float = 0.0
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    hardware: str = ""
+    plan: Mapping[str, Any] = field(default_factory=dict)
     trouble: str = ""
 
 
@@ -121,63 +120,64 @@ def run_to_target(options: Bench, log: Log) -> tuple[LoadedRecipe, Target, list[
         raise RecipeError("evaluate.every=off: a run that is never evaluated reaches no target; give it an interval.")
     target = target.of(loaded.recipe)
     runs: list[TargetRun] = []
-    with tempfile.TemporaryDirectory(prefix="paceline-b") as scratch:
-        for index in range(options.runs):
-            runs.append(one_run(target, loaded, Path(scratch) / str(index), index, processes=options.processes))
-            run = runs[-1]
-            seconds = f"{run.train_seconds:.1f} s"
-            outcome = f"{seconds} to the target" if run.reached else f"target missed after {seconds}"
-            log(f"run {index + 1} of {options.runs}: {run.trouble or f'{outcome} (seed {run.seed})'}")
-            if index == 0 and run.trouble:
-                raise TrainingError(f"the first run failed: {run.trouble}")
+    for index in range(options.runs):
+        run = one_run(target, replace(loaded.recipe, seed=loaded.recipe.seed + index), processes=options.processes)
+        runs.append(run)
+        seconds = f"{run.train_seconds:.1f} s"
+        outcome = f"{seconds} to the target" if run.reached else f"target missed after {seconds}"
+        log(f"run {index + 1} of {options.runs}: {run.trouble or f'{outcome} (seed {run.seed})'}")
+        if index == 0 and run.trouble:
+            raise TrainingError(f"the first run failed: {run.trouble}")
     return loaded, target, runs
 
 
-def one_run(target: Target, loaded: LoadedRecipe, folder: Path, index: int, *, processes: int = 1) -> TargetRun:
-    """Train until the target is met, in separate processes.
-
-    Args:
-        target: When to stop.
-        loaded: The recipe.
-        folder: A new folder, created here; its content is not needed afterwards.
-        index: Added to the recipe's seed.
-        processes: Ranks of the run.
-    """
-    run = TargetRun(seed=loaded.recipe.seed + index)
-    folder.mkdir()
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(to_yaml(loaded.recipe.without_mirror()), encoding="utf-8")
-    run_dir = folder / "run"
-    arguments = ["train", str(recipe), f"seed={run.seed}", "train.until=null", "--run-dir", str(run_dir)]
-    arguments += ["--processes", str(processes)]
-    # The run stops if this process is killed.
-    followed = {LAUNCHER_VARIABLE: str(os.getpid())}
-    with Launch(arguments, folder / "launch", limit_seconds=_LIMIT_SECONDS, variables=followed) as launch:
-        for _ in looks(run, run_dir, target):
-            if launch.process.poll() is not None or run.reached or run.trouble:
-                break
-        if run.reached:
-            launch.stop()
-        follow(run, run_dir, target)
-        if not (run.reached or run.trouble) and (code := launch.process.poll()):
-            run.trouble = said(launch) or f"exit code {code}"
-    if run.evaluations:
-        plan = read_plan(RunDirectory(run_dir))
-        run.hardware = f"{plan['world_size']} x {plan['device_name']}"
-    if not (run.reached or run.trouble or run.evaluations):
-        run.trouble = "it was never evaluated"
+def one_run(target: Target, recipe: Recipe, *, processes: int = 1) -> TargetRun:
+    """Train until the target is met, in separate processes and a temporary directory."""
+    run = TargetRun(seed=recipe.seed)
+    with tempfile.TemporaryDirectory(prefix="paceline-b") as scratch:
+        path, run_dir = Path(scratch) / "recipe.yaml", Path(scratch) / "run"
+        path.write_text(to_yaml(recipe.without_mirror()), encoding="utf-8")
+        words = [str(path), "train.until=null", "--processes", str(processes)]
+        train(words, run, run_dir, target, until=lambda: run.reached or bool(run.trouble))
+        if run.evaluations:
+            run.plan = read_plan(RunDirectory(run_dir))
     return run
 
 
-def looks(run: TargetRun, run_dir: Path, target: Target) -> Iterator[None]:
-    """Follow a run and yield after each look; long runs, whose records grow, are looked at less often."""
-    while True:
-        started = time.perf_counter()
-        follow(run, run_dir, target)
-        # So that watching takes at most a twentieth of a core.
-        pause = max(_LOOK_SECONDS, 20 * (time.perf_counter() - started))
-        yield
-        time.sleep(pause)
+def train(words: Sequence[str], run: TargetRun, run_dir: Path, target: Target, *, until: Callable[[], bool]) -> bool:
+    """Train with ``paceline train WORDS``, to the end or until a condition holds.
+
+    The run is stopped, with a checkpoint, if the condition holds, or if this process is interrupted or killed.
+
+    Args:
+        words: Recipe, overrides and options.
+        run: Receives what the run records, and why it failed.
+        run_dir: The run's directory.
+        target: The metric to follow.
+        until: The condition, asked after each look at the records.
+
+    Returns:
+        Whether the condition held.
+    """
+    is_over = False
+    # It contains sockets of loader processes, whose paths must be short.
+    with tempfile.TemporaryDirectory(prefix="paceline-t") as scratch:
+        arguments, followed = ["train", *words, "--run-dir", str(run_dir)], {LAUNCHER_VARIABLE: str(os.getpid())}
+        with Launch(arguments, Path(scratch) / "launch", limit_seconds=math.inf, variables=followed) as launch:
+            try:
+                while launch.process.poll() is None and not is_over:
+                    started = time.perf_counter()
+                    follow(run, run_dir, target)
+                    is_over = until()
+                    # Records grow: looking at them takes at most a twentieth of a core.
+                    time.sleep(0 if is_over else max(_LOOK_SECONDS, 20 * (time.perf_counter() - started)))
+            finally:
+                launch.stop()
+            code, why = launch.process.wait(), said(launch)
+    follow(run, run_dir, target)
+    if not (run.reached or run.trouble):
+        run.trouble = (why or f"exit code {code}") if code else "" if run.evaluations else "it was never evaluated"
+    return is_over
 
 
 def follow(run: TargetRun, run_dir: Path, target: Target) -> None:
@@ -276,7 +276,7 @@ def write_dawnbench(
             "framework": f"Paceline, PyTorch {torch.__version__}",
             "codeURL": "",
             "model": loaded.recipe.model.name,
-            "hardware": run.hardware,
+            "hardware": f"{run.plan['world_size']} x {run.plan['device_name']}" if run.plan else "",
             **({} if price is None else {"costPerHour": price}),
             "timestamp": time.strftime("%Y-%m-%d"),
             "misc": {"recipe": loaded.name, "seed": run.seed, "target": f"{target.metric} {target.value:g}"},

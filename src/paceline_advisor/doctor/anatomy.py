@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 
 from paceline.data.batch import Batch, tensors_in
 from paceline.models.flops import StepWork, WorkCounter
@@ -37,11 +36,9 @@ class Layer:
         inputs: Input features or channels.
         outputs: Output features or channels; for a recurrent layer, its hidden size.
         groups: Groups of a convolution.
-        rows: Rows of its matrix product per sample: 1 for a linear layer on vectors, pixels for a convolution.
         read: Input values per sample and call.
         written: Output values per sample and call.
         weights: Number of weights.
-        stride: Smallest stride of a convolution.
         calls: Number of calls, including those that recompute a forward pass.
         shape: Its sizes, as text.
         flops: Forward FLOPs per sample, in all calls; a multiplication and an addition are two.
@@ -52,11 +49,9 @@ class Layer:
     inputs: int
     outputs: int
     groups: int = 1
-    rows: float
     read: float
     written: float
     weights: int
-    stride: int = 1
     calls: int = 1
     shape: str = ""
     flops: float = 0.0
@@ -104,21 +99,16 @@ def _measured(name: str, module: nn.Module, arguments: tuple[Any, ...], result: 
     attributes: dict[str, Any]
     if isinstance(module, nn.Linear):
         inputs, outputs, suffix = module.in_features, module.out_features, ""
-        attributes = {"kind": "linear", "rows": output.numel() / outputs / samples, "weights": module.weight.numel()}
+        attributes = {"kind": "linear", "weights": module.weight.numel()}
     elif isinstance(module, _ConvNd):
         inputs, outputs = module.in_channels, module.out_channels
         groups = f", {module.groups} groups" if module.groups > 1 else ""
         suffix = f", {'x'.join(map(str, module.kernel_size))}{groups}"
-        pixels = (first_input if isinstance(module, _ConvTransposeNd) else output).shape[2:]
-        attributes = {"kind": "convolution", "rows": prod(pixels), "weights": module.weight.numel()}
-        attributes |= {"groups": module.groups, "stride": min(module.stride)}
+        attributes = {"kind": "convolution", "weights": module.weight.numel(), "groups": module.groups}
     elif isinstance(module, nn.RNNBase | nn.RNNCellBase):
         inputs, outputs, suffix = module.input_size, module.hidden_size, " hidden"
-        attributes = {"kind": "recurrent" if isinstance(module, nn.RNNBase) else "recurrent cell"}
-        attributes |= {
-            "rows": first_input.numel() / inputs / samples,
-            "weights": sum(each.numel() for each in module.parameters()),
-        }
+        kind = "recurrent" if isinstance(module, nn.RNNBase) else "recurrent cell"
+        attributes = {"kind": kind, "weights": sum(each.numel() for each in module.parameters())}
     else:
         return None
     return Layer(
@@ -142,7 +132,6 @@ class Anatomy:
         class_counts: Where the classes that contain these layers are defined.
         unused: Trainable parameters that got no gradient.
         parameters: Names of all trainable parameters, in construction order.
-        order: Modules with parameters, in the order of execution.
         parallel: Modules that distribute it over devices themselves.
         not_channels_last: Convolutions whose input had another layout, although the batch was channels-last.
     """
@@ -152,7 +141,6 @@ class Anatomy:
     class_counts: tuple[Place, ...] = ()
     unused: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
-    order: tuple[str, ...] = ()
     parallel: tuple[str, ...] = ()
     not_channels_last: tuple[str, ...] = ()
 
@@ -176,14 +164,11 @@ def observe_network(network: nn.Module, batch: Batch, step: Callable[[], None]) 
     samples = max(1, len(batch.ids))
     layers: dict[str, Layer] = {}
     biased: dict[str, str] = {}
-    order: dict[str, None] = {}
     not_channels_last: dict[str, None] = {}
     # Outputs are kept until the end: a new tensor could reuse the id of a freed one.
     outputs: dict[int, tuple[str, Tensor]] = {}
 
     def before_forward(name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if any(True for _ in module.parameters(recurse=False)):
-            order[name] = None
         given = arguments[0] if arguments else None
         if not isinstance(given, Tensor):
             return
@@ -216,7 +201,6 @@ def observe_network(network: nn.Module, batch: Batch, step: Callable[[], None]) 
         class_counts=class_places(network, biased),
         unused=tuple(name for name, each in parameters.items() if each.grad is None),
         parameters=tuple(parameters),
-        order=tuple(order),
         parallel=tuple(name for name, each in network.named_modules() if isinstance(each, nn.DataParallel)),
         not_channels_last=tuple(not_channels_last) if laid_out else (),
     )

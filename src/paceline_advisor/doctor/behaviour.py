@@ -46,18 +46,11 @@ from paceline_advisor.doctor.anatomy import Anatomy, observe_network
 from paceline_advisor.doctor.findings import Place
 from paceline_advisor.prove.runs import without_unneeded
 
-
-def _folders(package: str) -> list[str]:
-    """Return the folder of an installed package, without importing it."""
-    found = find_spec(package)
-    return list(found.submodule_search_locations or ()) if found is not None else []
-
-
 TORCH = str(Path(torch.__file__).parent) + os.sep
 OURS = tuple(f"{Path(paceline.__file__).parent}{each}" for each in (os.sep, "_"))  # and its siblings, paceline_*
 # Its detectors read values from the device, which no user can change.
-_TORCHVISION = tuple(f"{folder}{os.sep}" for folder in _folders("torchvision"))
-_GRADCHECK = str(Path("torch", "autograd", "gradcheck.py"))
+_vision = find_spec("torchvision")
+_TORCHVISION = tuple(f"{each}{os.sep}" for each in (_vision and _vision.submodule_search_locations) or ())
 
 # Functions that need a value on the host, which waits until the device has computed it.
 _READS = {
@@ -87,26 +80,14 @@ _READS = {
 }
 
 
-def _word_set(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_FACTORIES = _word_set(
-    "tensor as_tensor scalar_tensor zeros ones empty full rand randn randint randperm arange range linspace "
-    "logspace eye tril_indices triu_indices complex normal from_numpy frombuffer asarray"
+_FROM_PYTHON = ("tensor", "as_tensor", "asarray", "scalar_tensor")
+_FACTORY_NAMES = (
+    "tensor as_tensor scalar_tensor zeros ones empty full rand randn randint randperm arange range linspace logspace "
+    "eye tril_indices triu_indices complex normal from_numpy frombuffer asarray"
 )
-_FROM_PYTHON = frozenset(("tensor", "as_tensor", "asarray", "scalar_tensor"))
-_POINTWISE = _word_set(
-    "add sub mul div true_divide rsub pow exp expm1 log log1p erf erfc tanh sigmoid sin cos sqrt rsqrt abs neg "
-    "square reciprocal clamp clamp_min clamp_max maximum minimum where lerp addcmul addcdiv add_ sub_ mul_ div_ "
-    "__add__ __sub__ __mul__ __truediv__ __radd__ __rsub__ __rmul__ __rtruediv__ __pow__ __neg__"
-)
-_VIEWS = _word_set(
-    "__get__ __getitem__ view reshape flatten transpose permute unsqueeze squeeze expand chunk split detach size dim"
-)
+_FACTORIES = frozenset(_FACTORY_NAMES.split())
 _MOVES = ("to", "cpu", "cuda")
 _LOCATION_ATTRIBUTE = "_paceline_lies_on"
-_LARGE = 1024  # numbers per sample: a smaller operation costs only its launch, and a step has many launches anyway
 
 
 @dataclass(kw_only=True)
@@ -116,7 +97,6 @@ class Calls:
     Attributes:
         reads: Device values that the host read.
         made: Tensors that were created on the host without need, or to be copied to the device.
-        pointwise: Length of the longest sequence of pointwise operations, by file, line and function.
         debugging: Where each enabled debugging aid was noticed, by its name; None if unknown.
         states: Where each changed torch setting is set; None if unknown.
         has_gradient_in_evaluation: Whether scores have an autograd graph.
@@ -124,7 +104,6 @@ class Calls:
 
     reads: Counter[tuple[str, int, str]] = field(default_factory=Counter)
     made: Counter[tuple[str, int, str]] = field(default_factory=Counter)
-    pointwise: dict[tuple[str, int, str], int] = field(default_factory=dict)
     debugging: dict[str, Place | None] = field(default_factory=dict)
     states: dict[str, Place | None] = field(default_factory=dict)
     has_gradient_in_evaluation: bool = False
@@ -135,15 +114,11 @@ class CallWatcher(TorchFunctionMode):
 
     Args:
         on_device: Tensors that will be on the device: weights, buffers, the batch.
-        samples: Samples in the batch.
     """
 
-    def __init__(self, on_device: Iterable[Tensor], samples: int) -> None:
+    def __init__(self, on_device: Iterable[Tensor]) -> None:
         super().__init__()
         self.calls = Calls()
-        self._samples = samples
-        self._row: tuple[str, str] = ("", "")  # file and function of the current sequence of pointwise calls
-        self._row_begins, self._row_length = 0, 0
         _set_location(list(on_device), "device")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -154,9 +129,12 @@ class CallWatcher(TorchFunctionMode):
             result = func(*args, **kwargs)
             _set_location(result, _input_location(args, kwargs))
             return result
-        frame = sys._getframe(1)  # noqa: SLF001  # the caller's, which no other function of Python gives
-        place = place_of(frame)
-        self._note_debugging(frame, place)
+        place = place_of(sys._getframe(1))  # noqa: SLF001  # the caller's, which no other function of Python gives
+        debugging = self.calls.debugging
+        if "anomaly" not in debugging and torch.is_anomaly_enabled():
+            debugging["anomaly"] = place
+        if "profiler" not in debugging and torch._C._autograd._profiler_enabled():  # noqa: SLF001  # there is no other way to ask
+            debugging["profiler"] = place
         location = _input_location(args, kwargs)
         if place is not None:
             if location == "device" and (kind := _host_read(name, args, kwargs)):
@@ -170,52 +148,16 @@ class CallWatcher(TorchFunctionMode):
         if name in _MOVES and args and result is args[0]:
             result = result.view_as(result)  # on a GPU it would be another tensor
         _set_location(result, _result_location(name, args, kwargs, location))
-        self._note_pointwise(name, result, frame, place)
         return result
-
-    def _note_debugging(self, frame: FrameType, place: Place | None) -> None:
-        debugging = self.calls.debugging
-        if "anomaly" not in debugging and torch.is_anomaly_enabled():
-            debugging["anomaly"] = place
-        if "profiler" not in debugging and torch._C._autograd._profiler_enabled():  # noqa: SLF001  # there is no other way to ask
-            debugging["profiler"] = place
-        if "gradcheck" not in debugging and any(file.endswith(_GRADCHECK) for file in _files(frame)):
-            debugging["gradcheck"] = place
-
-    def _note_pointwise(self, name: str, result: Any, frame: FrameType, place: Place | None) -> None:
-        if name in _VIEWS:
-            return
-        is_large = isinstance(result, Tensor) and result.numel() >= _LARGE * self._samples
-        if place is None or name not in _POINTWISE or not is_large or not result.is_floating_point():
-            self._row = ("", "")
-            return
-        function = _outside_torch(frame)
-        row = (place.file, "" if function is None else function.f_code.co_qualname)
-        if row != self._row:
-            self._row, self._row_begins, self._row_length = row, place.line, 0
-        self._row_length += 1
-        key = (row[0], self._row_begins, row[1])
-        self.calls.pointwise[key] = max(self.calls.pointwise.get(key, 0), self._row_length)
 
 
 def place_of(frame: FrameType | None) -> Place | None:
     """Return the line outside torch that a call came from; None if that is in Paceline or torchvision."""
-    outside = _outside_torch(frame)
-    if outside is None or outside.f_code.co_filename.startswith((*OURS, *_TORCHVISION)):
-        return None
-    return Place(outside.f_code.co_filename, outside.f_lineno, outside.f_code.co_name)
-
-
-def _outside_torch(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(TORCH):
         frame = frame.f_back
-    return frame
-
-
-def _files(frame: FrameType | None) -> Iterator[str]:
-    while frame is not None:
-        yield frame.f_code.co_filename
-        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith((*OURS, *_TORCHVISION)):
+        return None
+    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def _host_read(name: str, args: Any, kwargs: Any) -> str:
@@ -473,10 +415,7 @@ def _shown_small(data: Data) -> Data:
 
 def _observe(subject: Subject, batch: Batch) -> tuple[Anatomy, Calls]:
     network, task = subject.network.train(), subject.task
-    watcher = CallWatcher(
-        [*network.parameters(), *network.buffers(), *tensors_in(batch.inputs, batch.targets)],
-        samples=max(1, len(batch.ids)),
-    )
+    watcher = CallWatcher([*network.parameters(), *network.buffers(), *tensors_in(batch.inputs, batch.targets)])
 
     def step() -> None:
         with watcher:

@@ -16,7 +16,6 @@ from torch import nn
 from paceline.devices import Device, find_device, recognise
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import RecipeError
-from paceline.models.roofline import ridge_point
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_step import fake_step, machine_with
@@ -72,11 +71,6 @@ class Target:
         if self.device is None or not self.device.title.startswith("NVIDIA") or not self.has(precision):
             return None
         return _UNITS.get(precision)
-
-    def ridge(self, precision: str) -> float | None:
-        """Return the FLOPs per byte below which memory traffic limits an operation; None if unknown."""
-        peak = None if self.device is None else self.device.peak(precision)
-        return None if peak is None or self.device is None else ridge_point(peak, self.device.bytes_per_second)
 
 
 def choose_target(name: str | None, recipe: Recipe, *, processes: int = 1) -> Target:
@@ -162,7 +156,6 @@ class CheckedRun:
         calls: Calls of the user's code in a micro-batch; empty if it could not be run.
         loaders: DataLoaders that the user's code created.
         environment: Environment variables of this process.
-        sockets: NUMA nodes of this machine whose cores this process may use.
         run: Recorded events, if the recipe is a run directory.
         shortage: The memory that a step lacks on the target; None if it fits, or if that is unknown.
     """
@@ -174,7 +167,6 @@ class CheckedRun:
     calls: Calls
     loaders: tuple[Loader, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    sockets: int = 1
     run: tuple[dict[str, Any], ...] = ()
     shortage: MemoryShortage | None = None
 

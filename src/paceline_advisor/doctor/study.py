@@ -18,7 +18,6 @@ from rich.markup import escape
 from rich.text import Text
 
 from paceline.command import Log
-from paceline.distributed.affinity import read_topology
 from paceline.errors import PacelineError, RecipeError, TrainingError
 from paceline.pages.shown import Shown
 from paceline.plan import MachineFacts, Plan
@@ -207,7 +206,7 @@ def examine(options: Doctor, log: Callable[[str], None]) -> Diagnosis:
         unseen["network"] = why
     if trouble:
         unseen["code"] = trouble
-    is_linux, events = hasattr(os, "sched_getaffinity"), RunDirectory(Path(options.recipe)).events
+    events = RunDirectory(Path(options.recipe)).events
     is_run = options.recipe not in shipped_recipes()  # such a name means the recipe, whatever is here
     subject = CheckedRun(
         recipe=loaded.recipe,
@@ -217,7 +216,6 @@ def examine(options: Doctor, log: Callable[[str], None]) -> Diagnosis:
         calls=calls,
         loaders=tuple(dict.fromkeys(loaders)),
         environment=environment,
-        sockets=len(read_topology(frozenset(os.sched_getaffinity(0))).nodes) if is_linux else 1,
         run=tuple(read_for_report(events)[0]) if is_run and events.exists() else (),
         shortage=shortage,
     )
@@ -318,7 +316,7 @@ _NOW = "now"
 # Interleaved measurements do not evaluate, so they cannot show a gain there. A single process cannot show a gain of
 # several processes.
 _NOT_TIMED = frozenset({"evaluation_often"})
-_OF_SEVERAL_PROCESSES = frozenset({"unused_parameter_search", "affinity"})
+_OF_SEVERAL_PROCESSES = frozenset({"unused_parameter_search"})
 
 
 def diagnose(options: Doctor, log: Log) -> Diagnosis:

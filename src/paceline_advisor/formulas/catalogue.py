@@ -1,7 +1,7 @@
 """The catalogue of formulas, and their computation from typed arguments.
 
 A public function of :func:`modules` is available by name if its docstring names its source, and if its arguments are
-plain numbers or words. A new one needs no registration.
+plain numbers or words. So is each row of the tables in ``published.md``. A new one needs no registration.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import inspect
 import itertools
 import math
 import pkgutil
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import cache
+from importlib import resources
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, Literal
@@ -27,6 +30,7 @@ from paceline.pages.shown import Shown
 from paceline_advisor.commands import Formulas
 
 _SOURCE = "Source:"
+_ROW = re.compile(r"\| `(\w+)(\(.*?\))` \| `(.*?)` \| (.*?) \| (.*) \|")
 # Arguments with these names are counts of at least one, in every formula.
 # fmt: off
 _COUNTS = frozenset(
@@ -117,7 +121,8 @@ class Formula:
         for word in typed:
             name, equals, text = word.partition("=")
             if not equals:
-                raise PacelineError(f"'{word}': arguments are written NAME=VALUE, here {_spelled_names(known)}.")
+                shown = " ".join(f"{each}=…" for each in known)
+                raise PacelineError(f"'{word}': arguments are written NAME=VALUE, here {shown}.")
             if name not in known:
                 raise PacelineError(
                     f"{self.name} has no argument '{name}'.{did_you_mean(name, known)} It takes {_listed(known)}."
@@ -196,16 +201,32 @@ def _written(value: Any) -> str:
 
 
 def formulas() -> dict[str, Formula]:
-    """Return all formulas by name, in the order of files and definitions."""
-    return {each.name: each for module in modules() for each in _formulas_of(module)}
+    """Return all formulas by name: by topic and, of a topic, those of its module before those of its table."""
+    found = [each for module in modules() for each in _formulas_of(module)]
+    return {each.name: each for each in sorted([*found, *published()], key=attrgetter("topic"))}
 
 
 def modules() -> list[ModuleType]:
     """Return the modules with formulas; two of them are in the ``paceline`` package, which needs them for training."""
     here = paceline_advisor.formulas
     topics = [each.name for each in pkgutil.iter_modules(here.__path__) if each.name != "catalogue"]
-    own = [importlib.import_module(f"{here.__name__}.{topic}") for topic in topics]
-    return sorted([critical_batch, roofline, *own], key=lambda module: module.__name__.rpartition(".")[2])
+    return [critical_batch, roofline, *(importlib.import_module(f"{here.__name__}.{topic}") for topic in topics)]
+
+
+@cache
+def published() -> tuple[Formula, ...]:
+    """Return the formulas of the tables. A value may use the functions of ``math`` and all other formulas."""
+    space = {**vars(math), "Sequence": Sequence, **{name: each for m in modules() for name, each in vars(m).items()}}
+    found, topic = [], ""
+    text = resources.files(paceline_advisor.formulas).joinpath("published.md").read_text(encoding="utf-8")
+    for line in text.splitlines():
+        if line.startswith("## "):
+            topic = line[3:]
+        if row := _ROW.fullmatch(line):
+            name, arguments, value, summary, source = (cell.replace(r"\|", "|") for cell in row.groups())
+            exec(f"def {name}{arguments}: return {value}", space)  # the table belongs to this package
+            found.append(_formula(space[name], topic, summary, source))
+    return tuple(found)
 
 
 def find_formula(name: str) -> Formula:
@@ -231,22 +252,25 @@ def _formulas_of(module: ModuleType) -> list[Formula]:
             continue
         text = inspect.getdoc(function) or ""
         hints = {key: hint for key, hint in typing.get_type_hints(function).items() if key != "return"}
-        if _SOURCE not in text or not all(map(_is_plain, hints.values())):
-            continue
-        parameters = inspect.signature(function).parameters.values()
-        defaults = {each.name: each.default for each in parameters if each.default is not inspect.Parameter.empty}
-        found.append(
-            Formula(
-                name=name,
-                topic=module.__name__.rpartition(".")[2],
-                summary=" ".join(text.split("\n\n", 1)[0].split()),
-                source=" ".join(text.partition(_SOURCE)[2].split()),
-                needs=tuple(each.name for each in parameters if each.name not in defaults),
-                defaults=defaults,
-                function=function,
-            )
-        )
+        if _SOURCE in text and all(map(_is_plain, hints.values())):
+            summary, source = text.split("\n\n", 1)[0], text.partition(_SOURCE)[2]
+            topic = module.__name__.rpartition(".")[2]
+            found.append(_formula(function, topic, " ".join(summary.split()), " ".join(source.split())))
     return found
+
+
+def _formula(function: Callable[..., Any], topic: str, summary: str, source: str) -> Formula:
+    parameters = inspect.signature(function).parameters.values()
+    defaults = {each.name: each.default for each in parameters if each.default is not inspect.Parameter.empty}
+    return Formula(
+        name=function.__name__,
+        topic=topic,
+        summary=summary,
+        source=source,
+        needs=tuple(each.name for each in parameters if each.name not in defaults),
+        defaults=defaults,
+        function=function,
+    )
 
 
 def _is_plain(hint: Any) -> bool:
@@ -307,7 +331,3 @@ def _listed(names: Sequence[str], word: str = "and") -> str:
 
 def _spelled(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in arguments.items())
-
-
-def _spelled_names(names: Sequence[str]) -> str:
-    return " ".join(f"{name}=…" for name in names)

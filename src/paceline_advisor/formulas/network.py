@@ -16,17 +16,6 @@ from paceline_advisor.memory.allocator import rounded
 Recompute = Literal["none", "selective", "full"]
 
 
-def attention_factor(heads: int, sequence: int, hidden: int) -> float:
-    """Bytes that a layer's softmax, its dropout and the product with the values store, over s · b · h: 5 a s / h.
-
-    Here a is the number of heads, s the sequence length, b the micro-batch and h the hidden size.
-
-    Source:
-        Korthikanti et al., Reducing activation recomputation in large transformer models, arXiv:2205.05198, equation 1.
-    """
-    return 5 * heads * sequence / hidden
-
-
 def layer_activation_bytes(
     sequence: int,
     micro_batch: int,
@@ -45,161 +34,10 @@ def layer_activation_bytes(
     unit = sequence * micro_batch * hidden
     if recompute == "full":
         return 2 * unit / (tensor_parallel if sequence_parallel else 1)
-    attention = 0.0 if recompute == "selective" else attention_factor(heads, sequence, hidden)
+    attention = 0.0 if recompute == "selective" else 5 * heads * sequence / hidden
     if sequence_parallel:
         return unit * (34 + attention) / tensor_parallel
     return unit * (10 + (24 + attention) / tensor_parallel)
-
-
-def activation_bytes(
-    sequence: int,
-    micro_batch: int,
-    hidden: int,
-    heads: int,
-    layers: int,
-    tensor_parallel: int = 1,
-    *,
-    sequence_parallel: bool = False,
-    recompute: Recompute = "none",
-) -> float:
-    """Bytes of activations that the first device of a pipeline stores in 16-bit training.
-
-    It stores those of as many micro-batches as the pipeline has stages, so the result is the same for any number of
-    stages, also for one.
-
-    Source:
-        Korthikanti et al., arXiv:2205.05198, equation 5.
-    """
-    return layers * layer_activation_bytes(
-        *(sequence, micro_batch, hidden, heads, tensor_parallel),
-        sequence_parallel=sequence_parallel,
-        recompute=recompute,
-    )
-
-
-def selective_recompute_saving(heads: int, sequence: int, hidden: int) -> float:
-    """Fraction of a layer's activation memory that selective recomputation of attention saves, in [0, 1).
-
-    Source:
-        Korthikanti et al., arXiv:2205.05198, section 5 (GPT-3: 70 %).
-    """
-    attention = attention_factor(heads, sequence, hidden)
-    return attention / (34 + attention)
-
-
-def selective_recompute_overhead(sequence: int, hidden: int, layers: int = 96, vocabulary: int = 51200) -> float:
-    """Additional FLOPs of selective recomputation of attention, as a fraction of a step's FLOPs.
-
-    Source:
-        Korthikanti et al., arXiv:2205.05198, section 5 and appendix A (GPT-3: 2.7 %).
-    """
-    one = iteration_flops(1, sequence, hidden, layers, vocabulary)
-    return hardware_flops(1, sequence, hidden, layers, vocabulary) / one - 1
-
-
-def iteration_flops(batch: int, sequence: int, hidden: int, layers: int, vocabulary: int) -> float:
-    """FLOPs of one training iteration of a GPT: forward and backward pass, without recomputation.
-
-    Source:
-        Korthikanti et al., arXiv:2205.05198, appendix A.
-    """
-    return _flops(batch, sequence, hidden, layers, vocabulary, attention=1)
-
-
-def hardware_flops(batch: int, sequence: int, hidden: int, layers: int, vocabulary: int) -> float:
-    """FLOPs of one training iteration of a GPT, including selective recomputation of attention.
-
-    Source:
-        Korthikanti et al., arXiv:2205.05198, appendix A.
-    """
-    return _flops(batch, sequence, hidden, layers, vocabulary, attention=2)
-
-
-def _flops(batch: int, sequence: int, hidden: int, layers: int, vocabulary: int, *, attention: int) -> float:
-    rest = attention * sequence / (6 * hidden) + vocabulary / (12 * hidden * layers)
-    return 72 * batch * layers * sequence * hidden**2 * (1 + rest)
-
-
-def full_recompute_flops(batch: int, sequence: int, hidden: int, layers: int, vocabulary: int) -> float:
-    """FLOPs of one training iteration of a GPT, including full recomputation of every layer's forward pass.
-
-    Source:
-        Narayanan et al., Efficient large-scale language model training on GPU clusters, arXiv:2104.04473, equation 3.
-    """
-    rest = sequence / (6 * hidden) + vocabulary / (16 * layers * hidden)
-    return 96 * batch * sequence * layers * hidden**2 * (1 + rest)
-
-
-def gpt_parameters(hidden: int, layers: int, vocabulary: int = 51200, sequence: int = 2048) -> float:
-    """Number of parameters of a GPT, with its token and position embeddings.
-
-    Source:
-        Narayanan et al., arXiv:2104.04473, equation 2.
-    """
-    return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocabulary + sequence) / (12 * layers * hidden))
-
-
-def flops_per_token(
-    parameters: float,
-    layers: int = 0,
-    heads: int = 0,
-    head_size: int = 0,
-    sequence: int = 0,
-    embedding_parameters: float = 0,
-) -> float:
-    """Training FLOPs per token: 6 per parameter, and 12 · layers · heads · head_size · sequence for attention.
-
-    Args:
-        parameters: Number of parameters.
-        layers: Number of layers; 0 leaves attention out.
-        heads: Attention heads of a layer.
-        head_size: Size of a head's queries, keys and values.
-        sequence: Tokens in a sequence.
-        embedding_parameters: Parameters that are only looked up, and do not count. torchtitan excludes them; PaLM
-            counts them.
-
-    Source:
-        Chowdhery et al., PaLM, arXiv:2204.02311, appendix B; torchtitan, torchtitan/models/utils.py.
-    """
-    return 6 * (parameters - embedding_parameters) + 12 * layers * heads * head_size * sequence
-
-
-def mfu(tokens_per_second: float, flops_per_token: float, peak_flops_per_second: float, devices: int = 1) -> float:
-    """Model FLOPs utilisation (MFU), in [0, 1]: the model's FLOPs per second over the devices' dense peak.
-
-    Source:
-        Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
-    """
-    return tokens_per_second * flops_per_token / (peak_flops_per_second * devices)
-
-
-def training_flops(parameters: float, tokens: float) -> float:
-    """Training FLOPs for a number of tokens: 6 N D, for N parameters and D tokens.
-
-    Source:
-        Kaplan et al., Scaling laws for neural language models, arXiv:2001.08361, section 2.1.
-    """
-    return 6 * parameters * tokens
-
-
-def compute_optimal_tokens(parameters: float, tokens_per_parameter: float = 20) -> float:
-    """Compute-optimal number of training tokens: about 20 per parameter.
-
-    Source:
-        Hoffmann et al., Training compute-optimal large language models, arXiv:2203.15556, table 3 (67 B: 1.5 T).
-    """
-    return parameters * tokens_per_parameter
-
-
-def training_days(
-    parameters: float, tokens: float, devices: int, flops_per_second: float, *, recompute: bool = True
-) -> float:
-    """Training time in days at a sustained rate per device: 8 N D FLOPs with full recomputation, 6 N D without.
-
-    Source:
-        Narayanan et al., arXiv:2104.04473, equation 4 (GPT-3 on 1024 A100 at 140 TFLOP/s: 34 days).
-    """
-    return (8 if recompute else 6) * parameters * tokens / (devices * flops_per_second) / 86400
 
 
 # Thread-block tiles of cuBLAS, the most efficient first, as listed in the guide.
@@ -402,36 +240,6 @@ def zero_bytes(
     return parameters * sum(each / devices if index < stage else each for index, each in enumerate(kinds))
 
 
-def zero_largest_parameters(memory_bytes: float, stage: int, devices: int = 1, optimizer_bytes: float = 12) -> float:
-    """Largest number of parameters whose training state fits a device under ZeRO, without activations.
-
-    Raises:
-        ValueError: If there is no such stage.
-
-    Source:
-        Rajbhandari et al., ZeRO, arXiv:1910.02054, table 2.
-    """
-    return memory_bytes / zero_bytes(1, stage, devices, optimizer_bytes=optimizer_bytes)
-
-
-def zero_communication(parameters: float, stage: int) -> float:
-    """Elements that a device sends in a step under ZeRO: twice the parameters, or three times at stage 3.
-
-    Source:
-        Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7.
-    """
-    return (3 if stage == 3 else 2) * parameters
-
-
-def adam_mixed_precision_bytes(parameters: float) -> float:
-    """Bytes of weights, gradients and Adam's state in mixed precision: 16 per parameter.
-
-    Source:
-        Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3.1.
-    """
-    return zero_bytes(parameters, stage=0)
-
-
 def training_state_bytes(parameters: float, states: int, bytes_per_element: float = 4, *, ema: bool = False) -> float:
     """Bytes of weights, gradients, ``states`` optimizer states (SGD 0, momentum 1, Adam 2) and the average if ``ema``.
 
@@ -450,15 +258,6 @@ def allocated_bytes(tensor_bytes: Sequence[float]) -> int:
     return sum(rounded(math.ceil(each)) for each in tensor_bytes)
 
 
-def checkpointing_layers(layers: int) -> int:
-    """Number of checkpointed segments with the least activation memory, for equal layers: √layers, rounded.
-
-    Source:
-        Chen et al., Training deep nets with sublinear memory cost, arXiv:1604.06174, section 4.
-    """
-    return max(1, round(math.sqrt(layers)))
-
-
 def keskar_sharpness(largest_loss: float, loss: float) -> float:
     """Sharpness of a minimum: the rise of the loss in a small box around the weights, in percent of 1 + loss.
 
@@ -475,15 +274,6 @@ def keskar_sharpness(largest_loss: float, loss: float) -> float:
     if loss <= -1:
         raise ValueError(f"a loss of {loss:g} is not above -1")
     return 100 * (largest_loss - loss) / (1 + loss)
-
-
-def keskar_box(weight: float, epsilon: float = 1e-3) -> float:
-    """Half-width of the box of Keskar's sharpness for one weight w, in the unit of the weight: ε (|w| + 1).
-
-    Source:
-        Keskar et al., arXiv:1609.04836, equation 3; they take 1e-3 and 5e-4 for epsilon.
-    """
-    return epsilon * (abs(weight) + 1)
 
 
 def loss_barrier(shares: Sequence[float], losses: Sequence[float]) -> float:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import NormalDist
 from typing import Literal
 
@@ -147,60 +148,41 @@ def reduce_behind(
     return streams.timeline
 
 
-@dataclass(frozen=True, kw_only=True)
-class Passes:
-    """The passes that FSDP's messages overlap with.
-
-    Attributes:
-        forward_seconds: Duration of the forward pass without communication.
-        backward_seconds: Duration of the backward pass without communication.
-        regathered: Whether weights are freed after the forward pass and gathered again for the backward pass.
-    """
-
-    forward_seconds: float
-    backward_seconds: float
-    regathered: bool = True
-
-
 def gather_around(
-    units: Sequence[Unit], passes: Passes, seconds_of: Callable[[float], float], taken: float = 0.0
+    units: Sequence[Unit],
+    forward_seconds: float,
+    backward_seconds: float,
+    seconds_of: Callable[[float], float],
+    *,
+    taken: float = 0.0,
+    regathered: bool = True,
 ) -> Timeline:
     """Return the timeline of FSDP: weights are gathered one block ahead, gradients scattered one block behind.
 
     Args:
         units: The blocks in the order of the forward pass.
-        passes: How long the passes take.
+        forward_seconds: Duration of the forward pass without communication.
+        backward_seconds: Duration of the backward pass without communication.
         seconds_of: Returns the time to gather, or to reduce and scatter, a number of bytes.
         taken: Fraction of the device's compute that a message in flight uses, in [0, 1).
+        regathered: Whether weights are freed after the forward pass and gathered again for the backward pass.
 
     Source:
         Zhao et al., PyTorch FSDP, VLDB 2023, sections 3.3 and 4.
     """
     streams = _Streams(taken)
-    _gathered_pass(streams, list(units), passes.forward_seconds, seconds_of, scatter=False, gather=True)
-    backwards = list(reversed(units))
-    _gathered_pass(streams, backwards, passes.backward_seconds, seconds_of, scatter=True, gather=passes.regathered)
+    for order, seconds, is_backward in ((units, forward_seconds, False), (units[::-1], backward_seconds, True)):
+        gathers = regathered or not is_backward
+        arrived = streams.send(seconds_of(order[0].weight_bytes)) if gathers else streams.now
+        for unit, following in zip(order, [*order[1:], None], strict=True):
+            streams.wait(arrived)
+            if gathers and following is not None:
+                arrived = streams.send(seconds_of(following.weight_bytes))
+            streams.compute(unit.share * seconds)
+            if is_backward:
+                streams.send(seconds_of(unit.gradient_bytes))
     streams.wait(streams.sent)
     return streams.timeline
-
-
-def _gathered_pass(
-    streams: _Streams,
-    units: list[Unit],
-    seconds: float,
-    seconds_of: Callable[[float], float],
-    *,
-    scatter: bool,
-    gather: bool,
-) -> None:
-    arrived = streams.send(seconds_of(units[0].weight_bytes)) if gather else streams.now
-    for unit, following in zip(units, [*units[1:], None], strict=True):
-        streams.wait(arrived)
-        if gather and following is not None:
-            arrived = streams.send(seconds_of(following.weight_bytes))
-        streams.compute(unit.share * seconds)
-        if scatter:
-            streams.send(seconds_of(unit.gradient_bytes))
 
 
 Cause = Literal["computing", "communication", "host", "waiting", "data", "launching", "cores"]
@@ -478,7 +460,7 @@ def _timeline(
     if config.strategy == "ddp":
         sent = buckets(network.gradients, config.bucket_bytes)
         return reduce_behind(sent, backward, lambda size: fabric.all_reduce_seconds(size) * uncertainty, taken)
-    passes = Passes(forward_seconds=pass_seconds - backward, backward_seconds=backward, regathered=config.regathered)
-    one = gather_around(network.units, passes, lambda size: fabric.all_gather_seconds(size) * uncertainty, taken)
+    gathering = partial(gather_around, network.units, pass_seconds - backward, backward, regathered=config.regathered)
+    one = gathering(lambda size: fabric.all_gather_seconds(size) * uncertainty, taken=taken)
     times = config.passes
     return Timeline(one.busy_seconds * times, one.exposed_seconds * times, one.stretched_seconds * times)

@@ -54,18 +54,15 @@ class LossSurface:
         task: Computes the loss and the accuracies of a batch.
         network: The network, on its device; its weights are changed.
         samples: Batches of each split, on the device.
+
+    Attributes:
         batch_norm: Source of BatchNorm's statistics: ``recomputed`` from each batch, as in training, or ``stored`` with
             the weights, as in evaluation.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        network: nn.Module,
-        samples: Mapping[Split, Sequence[Batch]],
-        *,
-        batch_norm: BatchNormUse = "recomputed",
-    ) -> None:
+    batch_norm: BatchNormUse = "recomputed"
+
+    def __init__(self, task: Task, network: nn.Module, samples: Mapping[Split, Sequence[Batch]]) -> None:
         if task.metrics[0].is_collected:
             raise PacelineError(
                 f"the first metric of the task {type(task).__name__}, {task.metrics[0].name}, is not a mean, but a "
@@ -73,7 +70,6 @@ class LossSurface:
             )
         self.task = task
         self.network = network.eval().requires_grad_(requires_grad=True)
-        self.batch_norm = batch_norm
         self._samples = {split: tuple(batches) for split, batches in samples.items()}
         self._numbers: dict[Split, float] = {}
         self._named = dict(network.named_parameters())
@@ -281,7 +277,7 @@ def open_run(target: Path, options: Landscape, world: World) -> OpenedRun:
             f"--batch-norm {options.batch_norm} has no effect: the network of {saved.path} has no BatchNorm; "
             "leave it out."
         )
-    subject.batch_norm = options.batch_norm or "recomputed"
+    subject.batch_norm = options.batch_norm or subject.batch_norm
     run = RunDirectory(target)
     trained_on = int(read_plan(run)["train_samples"]) if run.plan.is_file() else facts.train_samples
     return OpenedRun(target=target, saved=saved, recipe=recipe, subject=subject, train_samples=trained_on)

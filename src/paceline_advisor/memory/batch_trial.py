@@ -12,21 +12,19 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from paceline.data.batch import Batch, Progress, select_rows, tensors_in
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleSlice
-from paceline.metrics.accumulator import Collector
 from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
-from paceline.tasks.task import Model, Task, build_task
+from paceline.tasks.task import Task, build_task
 from paceline.trainer.fake_batch import fixed_batch, largest_micro_batch, one_batch
 from paceline.world import World
+from paceline_advisor.forwarding import forwarded
 
 REFERENCE = "paceline_advisor.memory.batch_trial:task"
 CONFIG_VARIABLE = "PACELINE_BATCH_TRIAL"
@@ -65,62 +63,37 @@ class TrialTask(Task):
     """A task with as many samples as a trial needs: a few repeated ones, each with weight 1.
 
     Args:
-        inner: The recipe's own.
+        task: The recipe's own.
         config: Settings of the trial.
     """
 
-    def __init__(self, inner: Task, config: TrialConfig) -> None:
-        super().__init__(inner.recipe)
-        self.inner = inner
-        self.metrics, self.headline, self.unit = inner.metrics, inner.headline, inner.unit
-        self.gives_scores, self.is_own = inner.gives_scores, inner.is_own
+    def __init__(self, task: Task, config: TrialConfig) -> None:
+        super().__init__(task.recipe)
+        self.task = task
+        self.metrics, self.headline, self.unit = task.metrics, task.headline, task.unit
+        self.gives_scores, self.is_own = task.gives_scores, task.is_own
         self._config = config
 
     def data_facts(self, world: World) -> DataFacts:
         """Return the task's facts, with other numbers of samples."""
-        facts = self.inner.data_facts(world)
-        self.metrics = self.inner.metrics
+        facts = self.task.data_facts(world)
+        self.metrics = self.task.metrics
         scored = self._config.evaluation_samples if facts.evaluation_samples else 0
         return replace(facts, train_samples=self._config.samples, evaluation_samples=scored)
 
-    def description(self) -> dict[str, Any]:
-        """Delegate to the task."""
-        return self.inner.description()
+    description, build_model, check_network = map(forwarded, ("description", "build_model", "check_network"))
+    loss, score, collectors, evaluated = map(forwarded, ("loss", "score", "collectors", "evaluated"))
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
         """Delegate to the task, after reading a few of its samples."""
-        return _Repeated(self.inner, placement, self._config)
-
-    def build_model(self) -> nn.Module:
-        """Delegate to the task."""
-        return self.inner.build_model()
-
-    def check_network(self, network: nn.Module) -> None:
-        """Delegate to the task."""
-        self.inner.check_network(network)
+        return _Repeated(self.task, placement, self._config)
 
     def prepare_training(self, placement: Placement) -> None:
         """Delegate to the task, after limiting how much of a GPU may be used."""
-        self.inner.prepare_training(placement)
+        self.task.prepare_training(placement)
         if self._config.memory is not None and placement.device.type == "cuda":
             whole = torch.cuda.get_device_properties(placement.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, self._config.memory / whole), placement.device)
-
-    def loss(self, model: Model, batch: Batch) -> Tensor:
-        """Delegate to the task."""
-        return self.inner.loss(model, batch)
-
-    def score(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """Delegate to the task."""
-        return self.inner.score(model, batch)
-
-    def collectors(self) -> tuple[Collector, ...]:
-        """Delegate to the task."""
-        return self.inner.collectors()
-
-    def evaluated(self, model: Model) -> Model:
-        """Delegate to the task."""
-        return self.inner.evaluated(model)
 
 
 class _Repeated:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from paceline.plan.strategy import choose_automatically as weighed
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_batch import with_placeholder_data
-from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
+from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.units import format_bytes, format_count
 from paceline.world import World
 from paceline_advisor.commands import Estimate
@@ -71,19 +72,14 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, cur
     for change, changed in _changes(recipe, job.plan.precision, machine):
         try:
             with fake_step(changed, processes=processes, machine=machine, scores=True) as step:
-                needed = _needed(step, machine, job)
+                # A single sample is not run: a network may behave differently with it, or refuse it.
+                steps = trace_steps(step) if step.micro_batch == 1 else cache(lambda _, step=step: trace_step(step))
+                changed_job = Job(step, steps, machine, shards=job.shards, allocator=job.allocator)
+                needed = changed_job.least(step.micro_batch, machine.memory_bytes)
         except PacelineError as error:
             yield Saving(change=change, needed=None, why_not=str(error))
             continue
         yield Saving(change=change, needed=needed, saved=current - needed)
-
-
-def _needed(step: FakeStep, machine: MachineFacts, job: Job) -> int:
-    current, memory = step.micro_batch, machine.memory_bytes
-    if current == 1:  # not run: a network may behave differently with a single sample, or refuse it
-        return Job(step, trace_steps(step), machine, shards=job.shards, allocator=job.allocator).least(current, memory)
-    trace = trace_step(step)
-    return Job(step, lambda _: trace, machine, shards=job.shards, allocator=job.allocator).least(current, memory)
 
 
 def _changes(recipe: Recipe, precision: str, machine: MachineFacts) -> Iterator[tuple[str, Recipe]]:
@@ -424,6 +420,13 @@ def estimate_memory(
         sizes = sorted({max(1, current * 2**power // 2**_HALVINGS) for power in range(_HALVINGS + _DOUBLINGS + 1)})
         sizes = [each for each in sizes if each == current or not steps.refuses(each)]
         kernels = unknown_kernels(step.network) if machine.device == "cpu" else ""
+        least = job.least(current, memory)
+        sharded: tuple[Saving, ...] = ()
+        # If samples are processed one by one, sharded weights would be gathered for each of them.
+        if job.plan.strategy != "fsdp" and not steps.is_scaled:
+            total = job.least(current, memory, "fsdp")
+            change = f"parallel.strategy=fsdp over {shards} processes"
+            sharded = (Saving(change=change, needed=total, saved=least - total),)
         found = MemoryEstimate(
             recipe=loaded.name,
             plan=job.plan,
@@ -434,7 +437,7 @@ def estimate_memory(
             peak=job.peak(current),
             allocator=allocator,
             needed=job.needed(current),
-            least=job.least(current, memory),
+            least=least,
             fits=None if memory is None else job.fits(current, memory),
             sizes=tuple(
                 Size(
@@ -450,8 +453,7 @@ def estimate_memory(
             micro_size=job.divisor(largest) if largest else None,
             verified=verified,
             devices=tuple(_fits(job, machine, largest)) if machine.device == "cuda" else (),
-            # If samples are processed one by one, sharded weights would be gathered for each of them.
-            savings=() if job.plan.strategy == "fsdp" or steps.is_scaled else (_sharding(job, shards, memory),),
+            savings=sharded,
             verdict=weigh(job, memory, shards),
             notices=tuple(each for each in (assumed, *ignored, kernels, *_notices(job, steps)) if each),
             seconds=0.0,
@@ -507,13 +509,6 @@ def _fits(job: Job, machine: MachineFacts, largest: int | None) -> Iterator[Fit]
         else:
             most = job.largest(device.memory_bytes, roughly=True)
         yield Fit(device=device.name, memory=device.memory_bytes, largest=most)
-
-
-def _sharding(job: Job, shards: int, memory: int | None) -> Saving:
-    current = job.plan.micro_batch_size
-    total = job.least(current, memory, "fsdp")
-    change = f"parallel.strategy=fsdp over {shards} processes"
-    return Saving(change=change, needed=total, saved=job.least(current, memory) - total)
 
 
 def _notices(job: Job, steps: Steps) -> Iterator[str]:

@@ -336,7 +336,11 @@ def find_batch(options: FindBatch, log: Log) -> FoundBatch:
     device = choose_device(recipe.parallel.device, World(world_size=processes, local_world_size=processes))
     if device.type == "cpu" and memory is None:
         memory = _available(processes)
-    share = _share(recipe, processes)
+    # The samples of a process in a step, which micro-batches must divide.
+    parallel = replace(recipe.parallel, logical_ranks="auto", exact=False)
+    share = micro_batch_size(
+        replace(recipe, parallel=parallel, batch=replace(recipe.batch, micro_size="auto")), processes
+    )
     job, why_not = _job(recipe, device, processes)
     runner = TrialRunner(
         recipe=recipe, processes=processes, share=share, memory=memory, device_type=device.type, log=log
@@ -424,22 +428,10 @@ def _job(recipe: Recipe, device: torch.device, processes: int) -> tuple[Job | No
     return (job, "") if steps.is_linear or steps.is_scaled else (None, "its steps differ in more than size")
 
 
-def _share(recipe: Recipe, processes: int) -> int:
-    """Return the samples of a process in a step, which micro-batches must divide."""
-    whole = replace(recipe, batch=replace(recipe.batch, micro_size="auto"))
-    whole = replace(whole, parallel=replace(whole.parallel, logical_ranks="auto", exact=False))
-    return micro_batch_size(whole, processes)
-
-
 def _available(processes: int) -> int | None:
     """Return the main memory, in bytes, that is available to each of the processes; None if unknown."""
-    limits = [each for each in (memory_limit(), _free()) if each is not None]
-    return min(limits) // processes if limits else None
-
-
-def _free() -> int | None:
+    limits = [memory_limit()]
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return min((each // processes for each in limits if each is not None), default=None)

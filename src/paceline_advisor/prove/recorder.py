@@ -27,6 +27,7 @@ from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Model, Task, build_task
 from paceline.world import World
+from paceline_advisor.forwarding import forwarded
 
 Verdict = Literal["passed", "failed", "not applicable"]
 
@@ -495,13 +496,6 @@ class Recorder(Task):
                 self._average[name] = current.clone()
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
-    def forward(recorder: Recorder, *arguments: Any, **options: Any) -> Any:
-        return getattr(recorder.task, name)(*arguments, **options)
-
-    return forward
-
-
 def _first_samples(name: str, limit: str) -> Callable[..., Any]:
     def first(recorder: Recorder) -> Any:
         values, count = getattr(recorder.task, name)(), getattr(recorder.config, limit)
@@ -518,7 +512,7 @@ for _name in ("weights", "classes", "sets", "lengths", "keys", "costs", "sizes")
 Recorder.evaluation_lengths = _first_samples("evaluation_lengths", "evaluation_samples")  # type: ignore[method-assign]
 for _name in vars(Task).keys() - vars(Recorder).keys():
     if callable(getattr(Task, _name)):
-        setattr(Recorder, _name, _forwarded(_name))
+        setattr(Recorder, _name, forwarded(_name))
 
 
 class _ShortPipeline:

@@ -235,7 +235,6 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
         if room is not None and room.strategy != strategy:
             strategy, reason = room.strategy, room.why
         row = next((row for row in rows if row.strategy == strategy), rows[0])
-        assert row.hours is not None  # the recipe gives the duration
         hours = row.hours * row.prediction.high_seconds / row.prediction.seconds
         batch = min(row.prediction.samples, scaling.subject.samples)
         rate, warning = _rate(batch, recipe_batch, recipe, options)

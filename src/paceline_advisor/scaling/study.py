@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from paceline.clusters import Cluster, Link, find_cluster
@@ -43,66 +42,37 @@ from paceline_advisor.scaling.room import Share, in_passes, least_steps, shares_
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A training loop, independent of its devices.
+    """What a training loop asks of its host.
 
     Attributes:
-        name: Its name on the command line.
         waits: How often its host waits for the device per step, by precision.
         seconds_per_sample: Time of one core to read and augment an image, with all cores busy.
         seconds_per_tensor: Additional host time of DDP per parameter tensor.
         loaders_per_device: Loader processes of each device, by cluster; on other clusters, one for each core.
-        source: The source.
     """
 
-    name: str
     waits: Mapping[str, int]
     seconds_per_sample: float
     seconds_per_tensor: float = HOST_SECONDS
     loaders_per_device: Mapping[str, int] = field(default_factory=dict)
-    source: str
-
-    def host(self, cluster: Cluster, precision: str, *, decodes: bool, seconds_per_sample: float | None) -> Host:
-        """Return its host on a cluster.
-
-        Args:
-            cluster: The cluster.
-            precision: The precision.
-            decodes: Whether samples are decoded on the fly.
-            seconds_per_sample: The time given by the user, if any.
-        """
-        usual = self.seconds_per_sample if decodes else 0.0
-        return Host(
-            # If processes compute on the cores, the host is the device, so all its work adds to the step.
-            waits=1 if cluster.shares_cores else self.waits[precision],
-            seconds_per_tensor=self.seconds_per_tensor,
-            seconds_per_sample=usual if seconds_per_sample is None else seconds_per_sample,
-            loaders_per_device=self.loaders_per_device.get(cluster.name),
-            cores_per_device=cluster.cores_per_device,
-            shares_cores=cluster.shares_cores,
-        )
 
 
-LOOPS: Mapping[str, Loop] = MappingProxyType(
-    {
-        "paceline": Loop(
-            name="paceline",
-            waits={"fp32": 0, "bf16": 0, "fp8": 0, "fp16": 1},
-            seconds_per_sample=1.37e-3,
-            seconds_per_tensor=OWN_HOST_SECONDS,
-            source="the loop waits for fp16's overflow check only; benchmarks/results/input-pipeline-folder, ddp-host",
-        ),
-        # Two waits: the step's own synchronize and, in mixed precision, the gradient scaler's check. Image times are
-        # those of torchvision and Pillow in Paceline's benchmark.
-        "nvidia-convnets": Loop(
-            name="nvidia-convnets",
-            waits={"fp32": 1, "bf16": 2, "fp8": 2, "fp16": 2},
-            seconds_per_sample=2.65e-3,
-            loaders_per_device={"dgx-1": 8, "dgx-1-32gb": 8, "dgx-2": 8, "dgx-a100": 10, "dgx-a100-40gb": 10},
-            source="NVIDIA DeepLearningExamples, PyTorch/Classification/ConvNets: image_classification/training.py, "
-            "configs.yml; benchmarks/results/input-pipeline-folder",
-        ),
-    }
-)
+LOOPS: Mapping[str, Loop] = {
+    # It waits for fp16's overflow check only; benchmarks/results/input-pipeline-folder, ddp-host.
+    "paceline": Loop(
+        waits={"fp32": 0, "bf16": 0, "fp8": 0, "fp16": 1},
+        seconds_per_sample=1.37e-3,
+        seconds_per_tensor=OWN_HOST_SECONDS,
+    ),
+    # Two waits: the step's own synchronize and, in mixed precision, the gradient scaler's check. Image times are those
+    # of torchvision and Pillow in Paceline's benchmark. From NVIDIA DeepLearningExamples, PyTorch/Classification/
+    # ConvNets: image_classification/training.py, configs.yml; benchmarks/results/input-pipeline-folder.
+    "nvidia-convnets": Loop(
+        waits={"fp32": 1, "bf16": 2, "fp8": 2, "fp16": 2},
+        seconds_per_sample=2.65e-3,
+        loaders_per_device={"dgx-1": 8, "dgx-1-32gb": 8, "dgx-2": 8, "dgx-a100": 10, "dgx-a100-40gb": 10},
+    ),
+}
 
 _HOUR = 3600
 
@@ -118,7 +88,7 @@ class Row:
         strategy: How the devices share the step; ``single`` for one.
         prediction: The predicted step.
         passes: Passes of each device per step.
-        hours: Hours of the whole training; None if its length is unknown.
+        hours: Hours of the whole training.
         paid: Devices that are paid for: whole nodes, unless nodes are shared.
         cost: Cost of the whole training in dollars; None without a price.
         measured: Measured samples per second, if it was run.
@@ -127,7 +97,7 @@ class Row:
     strategy: str
     prediction: Prediction
     passes: int
-    hours: float | None
+    hours: float
     paid: int
     cost: float | None
     measured: Interval | None = None
@@ -278,10 +248,8 @@ class ScaleReport:
         )
 
 
-def shown_hours(hours: float | None) -> str:
-    """Format hours for a table; less than six minutes with their unit, and empty if unknown."""
-    if hours is None:
-        return ""
+def shown_hours(hours: float) -> str:
+    """Format hours for a table; less than six minutes with their unit."""
     if hours < 0.1:
         return format_seconds(_HOUR * hours)
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
@@ -343,12 +311,18 @@ class Scaling:
         self._strategies = tuple(each for each in strategies if each != "fsdp") if why else strategies
         if len(self._strategies) == 1:  # measured too, whatever the recipe has
             self._recipe = replace(recipe, parallel=replace(recipe.parallel, strategy=self._strategies[0]))
-        milliseconds = options.cpu_ms_per_sample
-        self._host = LOOPS[options.loop].host(
-            self.cluster,
-            self.precision,
-            decodes=self.subject.decodes,
-            seconds_per_sample=None if milliseconds is None else milliseconds / 1000,
+        loop, cluster = LOOPS[options.loop], self.cluster
+        seconds_per_sample = loop.seconds_per_sample if self.subject.decodes else 0.0
+        if options.cpu_ms_per_sample is not None:
+            seconds_per_sample = options.cpu_ms_per_sample / 1000
+        self._host = Host(
+            # If processes compute on the cores, the host is the device, so all its work adds to the step.
+            waits=1 if cluster.shares_cores else loop.waits[self.precision],
+            seconds_per_tensor=loop.seconds_per_tensor,
+            seconds_per_sample=seconds_per_sample,
+            loaders_per_device=loop.loaders_per_device.get(cluster.name),
+            cores_per_device=cluster.cores_per_device,
+            shares_cores=cluster.shares_cores,
         )
         shares, batch = shares_of(recipe, options.sizes, options.batch_per_gpu), options.one_gpu_batch
         if batch is not None:
@@ -396,6 +370,12 @@ class Scaling:
         if price is not None and any(row.paid > row.prediction.devices for row in rows):
             each = self.cluster.devices_per_node
             notices.append(f"costs are those of whole nodes of {each} GPUs; --shared-node prices only the GPUs used")
+        if self._strategies != options.strategies:
+            notices.append(f"FSDP {self.subject.unsharded}")
+        if options.has_figure and options.one_gpu_batch is None and options.batch_per_gpu is None:
+            notices.append(f"one device's rate is assumed to be for {self._figure_batch} samples; see --one-gpu-batch")
+        if self._host.seconds_per_sample and self._host.cores_per_device is None:
+            notices.append(f"{self.cluster.title}: its processor cores are unknown; data is assumed to arrive in time")
         return ScaleReport(
             recipe=self._name,
             cluster=self.cluster,
@@ -405,18 +385,8 @@ class Scaling:
             parameters=self.subject.numbers.trained,
             rows=tuple(rows),
             price=price,
-            notices=(*notices, *self._assumptions()),
+            notices=tuple(notices),
         )
-
-    def _assumptions(self) -> list[str]:
-        found, host, options = [], self._host, self._options
-        if self._strategies != options.strategies:
-            found.append(f"FSDP {self.subject.unsharded}")
-        if options.has_figure and options.one_gpu_batch is None and options.batch_per_gpu is None:
-            found.append(f"one device's rate is assumed to be for {self._figure_batch} samples; see --one-gpu-batch")
-        if host.seconds_per_sample and host.cores_per_device is None:
-            found.append(f"{self.cluster.title}: its processor cores are unknown; data is assumed to arrive in time")
-        return found
 
     def _row(self, share: Share, strategy: Strategy, one: OneDevice, link: Link | None, price: float | None) -> Row:
         size = share.devices
@@ -433,7 +403,12 @@ class Scaling:
             launched=self.subject.launches.share(_compiled(self._recipe)),
         )
         found = predict(self.subject.network, one, fabric_of(self.cluster, size, link), host, config)
-        hours = self._samples(share) / found.rate / _HOUR
+        duration, epoch = self._recipe.train.duration, self.subject.samples
+        samples = duration.value * epoch
+        if duration.unit != "epochs":
+            batch = min(share.global_batch, epoch)
+            samples = duration.to_steps(samples_per_epoch=epoch, global_batch_size=batch) * batch
+        hours = samples / found.rate / _HOUR
         paid = size if self._options.shared_node else self.cluster.nodes(size) * self.cluster.devices_per_node
         return Row(
             strategy="single" if size == 1 else strategy,
@@ -443,14 +418,6 @@ class Scaling:
             paid=paid,
             cost=None if price is None else hours * paid * price,
         )
-
-    def _samples(self, share: Share) -> float:
-        """Return the samples of the whole training."""
-        duration, epoch = self._recipe.train.duration, self.subject.samples
-        batch = min(share.global_batch, epoch)
-        if duration.unit == "epochs":
-            return duration.value * epoch
-        return float(duration.to_steps(samples_per_epoch=epoch, global_batch_size=batch) * batch)
 
     def _threads(self, size: int) -> int:
         threads = self._recipe.parallel.threads
@@ -538,14 +505,11 @@ def fabric_of(cluster: Cluster, devices: int, link: Link | None = None) -> Fabri
         devices: Number of participating devices.
         link: Measured link, which replaces that of the cluster's nodes.
     """
-    within = cluster.within if link is None else link
     return Fabric(
         devices=devices,
         per_node=cluster.devices_per_node,
-        within_bytes_per_second=within.bytes_per_second,
-        within_latency_seconds=within.latency_seconds,
-        network_bytes_per_second=cluster.network.bytes_per_second,
-        network_latency_seconds=cluster.network.latency_seconds,
+        within=link or cluster.within,
+        network=cluster.network,
         # gloo has only one algorithm for sums of any size.
         algorithm="ring" if cluster.shares_cores else None,
     )

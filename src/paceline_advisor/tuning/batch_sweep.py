@@ -1,17 +1,13 @@
-"""Run to a target with several batch sizes, and fit the law of steps and samples.
-
-A run of one process trains in this process: it is bit-identical to one of `paceline train`, without the start-up time.
-Runs of several processes are started by :func:`paceline_advisor.bench.target.one_run`.
-"""
+"""Run to a target with several batch sizes, and fit the law of steps and samples."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +15,7 @@ import numpy as np
 
 from paceline.command import Log
 from paceline.distributed.device import choose_device, describe_machine
-from paceline.errors import PacelineError, RecipeError, RunDirectoryError, TrainingError
+from paceline.errors import RecipeError, RunDirectoryError, TrainingError
 from paceline.metrics.intervals import Interval, time_to_event
 from paceline.pages.page import Block, Chart, Table, Text
 from paceline.pages.shown import Shown
@@ -29,60 +25,13 @@ from paceline.plan.rates import lr_factor
 from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
-from paceline.records.reader import read_plan
-from paceline.records.run_directory import RunDirectory, write_text
-from paceline.telemetry.display import Display
-from paceline.trainer.subject import Options, Subject
-from paceline.trainer.train import train_recipe
+from paceline.records.run_directory import write_text
+from paceline.trainer.subject import Subject
 from paceline.world import World
-from paceline_advisor.bench.target import Target, TargetRun, follow, one_run
+from paceline_advisor.bench.target import Target, TargetRun, one_run
 from paceline_advisor.commands import SweepBatch
 from paceline_advisor.formulas.batch_law import BatchLaw, SweepPoint, fit_batch_law, why_no_law
-from paceline_advisor.launches import check_alone, check_can_watch
-
-
-class _TargetReachedError(BaseException):
-    """The target was reached; not an Exception, so that nothing catches it as one."""
-
-
-class _TargetWatcher(Display):
-    """Takes the place of the progress display, and ends training once an evaluation meets the target."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._is_reached = False
-
-    def record(self, event: Mapping[str, Any]) -> None:
-        value = event.get(self._target.metric) if event["event"] == "evaluation" else None
-        self._is_reached = self._is_reached or (value is not None and self._target.is_met(value))
-
-    def advance(self, step: int) -> None:
-        # Not immediately: the other set of weights is evaluated after the first.
-        if self._is_reached:
-            raise _TargetReachedError
-
-
-def run_in_place(loaded: LoadedRecipe, target: Target, run_dir: Path) -> TargetRun:
-    """Train in this process until the target is met, or to the end.
-
-    Raises:
-        PacelineError: For a mistake in the recipe or the data, before training starts.
-        KeyboardInterrupt: If the run received a stop request.
-    """
-    run = TargetRun(seed=loaded.recipe.seed)
-    try:
-        result = train_recipe(loaded, Options(run_dir=run_dir, resume="never", display=_TargetWatcher(target)))
-    except _TargetReachedError:
-        result = None
-    except TrainingError as error:
-        result, run.trouble = None, str(error)
-    follow(run, run_dir, target)
-    if result is not None and result.status == "stopped" and not run.reached:
-        raise KeyboardInterrupt
-    if not (run.reached or run.trouble or run.evaluations):
-        run.trouble = "it was never evaluated"
-    return run
-
+from paceline_advisor.launches import check_can_watch
 
 RUNS_FILE = "runs.jsonl"
 Rule = Literal["constant", "linear", "sqrt", "tuned"]
@@ -124,33 +73,7 @@ class SweepRun:
         return self.batch, self.lr, self.seed
 
 
-@dataclass(frozen=True, kw_only=True)
-class Swept:
-    """The measured runs.
-
-    Attributes:
-        options: The command.
-        target: The target of each run.
-        loaded: The recipe.
-        base_rate: Its peak learning rate with its own batch, after scaling.
-        runs: The runs by batch, rate and seed.
-    """
-
-    options: SweepBatch
-    target: Target
-    loaded: LoadedRecipe
-    base_rate: float
-    runs: dict[tuple[int, float, int], SweepRun]
-
-    def of(self, rule: Rule, batch: int) -> dict[float, list[SweepRun]]:
-        """Return the runs of a rule with a batch, by rate."""
-        recipe = self.loaded.recipe
-        rates = rates_of(rule, batch, recipe.batch.global_size, self.base_rate)
-        seeds = range(recipe.seed, recipe.seed + self.options.seeds)
-        return {rate: [self.runs[batch, rate, seed] for seed in seeds] for rate in rates}
-
-
-def sweep(options: SweepBatch, log: Log = lambda _: None) -> Swept:
+def sweep_batch(options: SweepBatch, log: Log = lambda _: None) -> Swept:
     """Execute all missing runs, seed by seed, so that a killed sweep soon has a run of every batch.
 
     Raises:
@@ -158,7 +81,7 @@ def sweep(options: SweepBatch, log: Log = lambda _: None) -> Swept:
             if the output contains another sweep.
         TrainingError: If the first run fails.
     """
-    (check_can_watch if options.processes > 1 else check_alone)("sweep-batch")
+    check_can_watch("sweep-batch")
     loaded = load_recipe(options.recipe, options.overrides)
     recipe = loaded.recipe
     if recipe.batch.growth:
@@ -181,35 +104,32 @@ def sweep(options: SweepBatch, log: Log = lambda _: None) -> Swept:
     missing = [each for each in planned if each not in store.runs]
     if len(missing) < len(planned):
         log(f"{len(planned) - len(missing)} of {len(planned)} runs are already done")
-    store.open()
-    with tempfile.TemporaryDirectory(prefix="paceline-s") as scratch:
-        for number, key in enumerate(missing, start=1):
-            changed = replace(loaded, recipe=_recipe_of(options, recipe, *key), origins={})
-            try:
-                found = _run(options, target, changed, Path(scratch) / str(number))
-            except PacelineError as error:
-                if not store.runs:
-                    raise
-                # A failure does not discard the measured runs.
-                found = _noted(changed.recipe, TargetRun(seed=changed.recipe.seed, trouble=str(error)), target)
-            if not store.runs and found.trouble:
-                raise TrainingError(f"the first run failed: {found.trouble}")
-            store.add(found)
-            log(f"run {number} of {len(missing)}: {in_words(found)}")
-    return Swept(
-        options=options,
-        target=target,
-        loaded=loaded,
-        base_rate=base_rate,
-        runs={key: store.runs[key] for key in planned},
-    )
-
-
-def in_words(run: SweepRun) -> str:
-    """Format a run as one line."""
-    what = f"batch {run.batch}, rate {run.lr:.3g}, seed {run.seed}"
-    outcome = f"{run.steps:.0f} steps to the target" if run.reached else f"target missed after {run.steps:.0f}"
-    return f"{what}: {run.trouble or outcome}"
+    store.save()
+    for number, key in enumerate(missing, start=1):
+        batch, lr, seed = key
+        run = one_run(target, _recipe_of(options, recipe, *key), processes=options.processes)
+        # A failure of a later run does not discard the measured ones.
+        if run.trouble and not store.runs:
+            raise TrainingError(f"the first run failed: {run.trouble}")
+        found = SweepRun(
+            batch=batch,
+            lr=lr,
+            seed=seed,
+            reached=run.reached,
+            steps=steps_to(run, target),
+            samples_per_step=min(float(batch), run.plan["train_samples"] / run.plan["steps_per_epoch"])
+            if run.plan
+            else float(batch),
+            evaluations=len(run.evaluations),
+            seconds=run.train_seconds,
+            trouble=run.trouble,
+        )
+        store.runs[key] = found
+        store.save()
+        outcome = f"{found.steps:.0f} steps to the target" if run.reached else f"target missed after {found.steps:.0f}"
+        log(f"run {number} of {len(missing)}: batch {batch}, rate {lr:.3g}, seed {seed}: {run.trouble or outcome}")
+    runs = {key: store.runs[key] for key in planned}
+    return Swept(options=options, target=target, loaded=loaded, base_rate=base_rate, runs=runs)
 
 
 def _check_plans(options: SweepBatch, recipe: Recipe, planned: Sequence[tuple[int, float, int]]) -> None:
@@ -257,31 +177,6 @@ def with_batch(recipe: Recipe, batch: int, processes: int) -> Recipe:
     sizes = replace(recipe.batch, global_size=batch, micro_size=micro if micro == "auto" else min(micro, batch))
     without = replace(recipe, batch=sizes, model=replace(recipe.model, ghost_batch_norm=None))
     return replace(without, model=with_nearest_ghost_size(recipe.model, micro_batch_size(without, processes)))
-
-
-def _run(options: SweepBatch, target: Target, loaded: LoadedRecipe, folder: Path) -> SweepRun:
-    if options.processes == 1:
-        run = run_in_place(loaded, target, folder / "run")
-    else:
-        run = one_run(target, loaded, folder, 0, processes=options.processes)
-    plan = read_plan(RunDirectory(folder / "run")) if run.evaluations else None
-    return _noted(loaded.recipe, run, target, plan)
-
-
-def _noted(recipe: Recipe, run: TargetRun, target: Target, plan: Mapping[str, Any] | None = None) -> SweepRun:
-    """Return the record of a run; ``plan`` is its plan, if it was evaluated."""
-    per_step = float(recipe.batch.global_size)
-    return SweepRun(
-        batch=recipe.batch.global_size,
-        lr=recipe.optimizer.lr,
-        seed=recipe.seed,
-        reached=run.reached,
-        steps=steps_to(run, target),
-        samples_per_step=per_step if plan is None else min(per_step, plan["train_samples"] / plan["steps_per_epoch"]),
-        evaluations=len(run.evaluations),
-        seconds=run.train_seconds,
-        trouble=run.trouble,
-    )
 
 
 def steps_to(run: TargetRun, target: Target) -> float:
@@ -335,18 +230,11 @@ class _RunStore:
         # A failed run is retried: its cause may be gone.
         self.runs = {run.key: run for run in runs if not run.trouble}
 
-    def open(self) -> None:
-        """Create or open the file, without an incomplete last line of a killed sweep."""
+    def save(self) -> None:
+        """Write all runs, without an incomplete last line of a killed sweep."""
         if self._path is not None:
             rows = [self._header, *(asdict(run) for run in self.runs.values())]
             write_text(self._path, "".join(json.dumps(row) + "\n" for row in rows))
-
-    def add(self, run: SweepRun) -> None:
-        """Append a run."""
-        self.runs[run.key] = run
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(run)) + "\n")
 
 
 def rates_of(rule: Rule, batch: int, reference_batch: int, reference_rate: float) -> tuple[float, ...]:
@@ -436,71 +324,86 @@ class RuleResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepReport:
-    """The whole result.
+class Swept:
+    """The measured runs, and what they show.
 
     Attributes:
-        name: Name of the recipe.
-        target: The target, in words.
-        seeds: Number of runs with each batch and rate.
-        rules: The results of the rules, in the requested order.
-        notes: Notes on the result.
-        runs: All runs.
+        options: The command.
+        target: The target of each run.
+        loaded: The recipe.
+        base_rate: Its peak learning rate with its own batch, after scaling.
+        runs: The runs by batch, rate and seed.
     """
 
-    name: str
-    target: str
-    seeds: int
-    rules: Sequence[RuleResult]
-    notes: Sequence[str]
-    runs: Sequence[SweepRun]
+    options: SweepBatch
+    target: Target
+    loaded: LoadedRecipe
+    base_rate: float
+    runs: dict[tuple[int, float, int], SweepRun]
+
+    def of(self, rule: Rule, batch: int) -> dict[float, list[SweepRun]]:
+        """Return the runs of a rule with a batch, by rate."""
+        recipe = self.loaded.recipe
+        rates = rates_of(rule, batch, recipe.batch.global_size, self.base_rate)
+        seeds = range(recipe.seed, recipe.seed + self.options.seeds)
+        return {rate: [self.runs[batch, rate, seed] for seed in seeds] for rate in rates}
+
+    @cached_property
+    def rules(self) -> tuple[RuleResult, ...]:
+        """The results of the rules, in the requested order."""
+        return tuple(_of_rule(self, rule) for rule in self.options.lr_rules)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as one JSON object."""
         return {
-            "recipe": self.name,
-            "target": self.target,
-            "seeds": self.seeds,
+            "recipe": self.loaded.name,
+            "target": f"{self.target.metric}={self.target.value:g}",
+            "seeds": self.options.seeds,
             "rules": [each.to_json() for each in self.rules],
-            "notes": list(self.notes),
-            "runs": [asdict(each) for each in self.runs],
+            "notes": list(self.notes()),
+            "runs": [asdict(self.runs[key]) for key in sorted(self.runs)],
         }
 
     def __paceline__(self) -> Shown:
         """Return a table for each rule, and the law as charts."""
         blocks: list[Block | str] = []
         for each in self.rules:
-            blocks.append(f"\n{each.rule} rule: {knee_in_words(each)}")
-            blocks.append(
-                Table(columns=COLUMNS, rows=table_rows(each), caption="Steps and samples to the target, medians")
-            )
+            table = Table(columns=COLUMNS, rows=table_rows(each), caption="Steps and samples to the target, medians")
+            blocks += [f"\n{each.rule} rule: {knee_in_words(each)}", table]
+        target = f"{self.target.metric}={self.target.value:g}"
         return Shown(
             title="Steps and samples by batch size",
-            subtitle=f"{self.name} to {self.target}, {self.seeds} runs each",
-            blocks=[*blocks, *self.notes],
+            subtitle=f"{self.loaded.name} to {target}, {self.options.seeds} runs each",
+            blocks=[*blocks, *self.notes()],
             on_page=[Text(_LAW, _STEPS), *sweep_charts(self.rules)],
-            ok=any(run.reached for run in self.runs) or "no run met the target.",
+            ok=any(run.reached for run in self.runs.values()) or "no run met the target.",
         )
 
-
-def sweep_batch(options: SweepBatch, log: Log) -> SweepReport:
-    """Execute all missing runs, and fit the law of each rule."""
-    return conclude(sweep(options, log))
-
-
-def conclude(swept: Swept) -> SweepReport:
-    """Combine a sweep's runs."""
-    options = swept.options
-    rules = [_of_rule(swept, rule) for rule in options.lr_rules]
-    runs = sorted(swept.runs.values(), key=lambda run: run.key)
-    return SweepReport(
-        name=swept.loaded.name,
-        target=f"{swept.target.metric}={swept.target.value:g}",
-        seeds=options.seeds,
-        rules=rules,
-        notes=_notes(swept, runs),
-        runs=runs,
-    )
+    def notes(self) -> Iterator[str]:
+        """Yield notes on the result."""
+        runs, recipe = [self.runs[key] for key in sorted(self.runs)], self.loaded.recipe
+        if coarse := sum(run.reached and run.evaluations == 1 for run in runs):
+            yield (
+                f"{coarse} runs met the target at their first evaluation, and may have met it long before; set a "
+                f"shorter evaluate.every, or a harder target."
+            )
+        if failed := [run.trouble for run in runs if run.trouble]:
+            yield f"{len(failed)} runs failed and are left out of the law: {failed[0]}"
+        if recipe.schedule.name not in ("constant", "step"):
+            yield (
+                f"schedule.name={recipe.schedule.name} ends with the run, so steps to the target depend on the run's "
+                "length; use schedule.name=constant."
+            )
+        ghosts = recipe.model.ghost_batch_norm
+        models = {each: with_batch(recipe, each, self.options.processes).model for each in self.options.batch_sizes}
+        if other := [str(each) for each in sorted(models) if models[each].ghost_batch_norm not in (ghosts, None)]:
+            yield (
+                f"model.ghost_batch_norm={ghosts} does not divide the micro-batches of {', '.join(other)}: BatchNorm's "
+                "groups are smaller there."
+            )
+        if short := {run.batch: run.samples_per_step for run in runs if run.samples_per_step < 0.99 * run.batch}:
+            sizes = ", ".join(f"with {batch} a step has {samples:.0f}" for batch, samples in sorted(short.items()))
+            yield f"An epoch's last step has fewer samples: {sizes} on average, and the law is fitted to that."
 
 
 def _of_rule(swept: Swept, rule: Rule) -> RuleResult:
@@ -529,39 +432,6 @@ def _of_rule(swept: Swept, rule: Rule) -> RuleResult:
         points += [SweepPoint(run.samples_per_step, run.steps, run.reached) for run in runs if not run.trouble]
     why = why_no_law(points)
     return RuleResult(rule=rule, rows=rows, points=points, law=None if why else fit_batch_law(points), why=why)
-
-
-def _notes(swept: Swept, runs: Sequence[SweepRun]) -> list[str]:
-    notes = []
-    coarse = sum(run.reached and run.evaluations == 1 for run in runs)
-    if coarse:
-        notes.append(
-            f"{coarse} runs met the target at their first evaluation, and may have met it long before; set a "
-            f"shorter evaluate.every, or a harder target."
-        )
-    failed = [run for run in runs if run.trouble]
-    if failed:
-        notes.append(f"{len(failed)} runs failed and are left out of the law: {failed[0].trouble}")
-    recipe = swept.loaded.recipe
-    if recipe.schedule.name not in ("constant", "step"):
-        notes.append(
-            f"schedule.name={recipe.schedule.name} ends with the run, so steps to the target depend on the run's "
-            "length; use schedule.name=constant."
-        )
-    ghosts = recipe.model.ghost_batch_norm
-    models = {
-        each: with_batch(recipe, each, swept.options.processes).model for each in sorted(swept.options.batch_sizes)
-    }
-    if other := [str(batch) for batch, model in models.items() if model.ghost_batch_norm not in (ghosts, None)]:
-        notes.append(
-            f"model.ghost_batch_norm={ghosts} does not divide the micro-batches of {', '.join(other)}: BatchNorm's "
-            "groups are smaller there."
-        )
-    short = {run.batch: run.samples_per_step for run in runs if run.samples_per_step < 0.99 * run.batch}
-    if short:
-        sizes = ", ".join(f"with {batch} a step has {samples:.0f}" for batch, samples in sorted(short.items()))
-        notes.append(f"An epoch's last step has fewer samples: {sizes} on average, and the law is fitted to that.")
-    return notes
 
 
 def knee_in_words(result: RuleResult) -> str:

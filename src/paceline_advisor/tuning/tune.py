@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shlex
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,7 +23,6 @@ from optuna.trial import TrialState
 from yaml import YAMLError
 
 from paceline.command import Log
-from paceline.distributed.local_launch import LAUNCHER_VARIABLE
 from paceline.errors import RecipeError, RunDirectoryError, TrainingError
 from paceline.files import refuse_special_inputs
 from paceline.pages.page import Chart, Table
@@ -40,9 +37,9 @@ from paceline.trainer.run_dir_checks import RunLock
 from paceline.trainer.subject import Subject
 from paceline.units import format_count
 from paceline.world import World
-from paceline_advisor.bench.target import Target, TargetRun, follow, looks
+from paceline_advisor.bench.target import Target, TargetRun, train
 from paceline_advisor.commands import Tune
-from paceline_advisor.launches import Launch, check_can_watch, said
+from paceline_advisor.launches import check_can_watch
 
 JOURNAL = "trials.log"
 # If so many trials end and all of them fail, the recipe is at fault and not the values.
@@ -219,37 +216,30 @@ def _run_trial(
     options: Tune, study: optuna.Study, trial: optuna.Trial, values: Mapping[str, Any], target: Target
 ) -> str:
     """Train with these values, and report the result to the study and the user."""
-    run, run_dir = TargetRun(seed=0), options.output / trial.user_attrs["run"]
-    arguments = ["train", options.recipe, *options.overrides, "checkpoint.mirror=null", "train.until=null"]
-    arguments += [as_override(key, value) for key, value in values.items()]
-    arguments += ["--run-dir", str(run_dir), "--processes", str(options.processes)]
-    arguments += ["--trust-code"] * is_code_trusted()
-    is_pruned, reported = False, 0
-    # It contains sockets of loader processes, whose paths must be short.
-    with tempfile.TemporaryDirectory(prefix="paceline-t") as scratch:
-        variables = {LAUNCHER_VARIABLE: str(os.getpid())}  # the run stops if this process is killed
-        with Launch(arguments, Path(scratch) / "launch", limit_seconds=math.inf, variables=variables) as launch:
-            try:
-                for _ in looks(run, run_dir, target):
-                    for number, each in enumerate(run.evaluations[reported:-1], start=reported):
-                        trial.report(_value_of(each, target), number)
-                        reported, is_pruned = number + 1, trial.should_prune()
-                    if launch.process.poll() is not None or is_pruned:
-                        break
-            finally:
-                launch.stop()  # pruned, or interrupted: it saves, and can be resumed
-            code, why = launch.process.wait(), said(launch)
-    follow(run, run_dir, target)
+    run, reported = TargetRun(seed=0), 0
+    words = [options.recipe, *options.overrides, "checkpoint.mirror=null", "train.until=null"]
+    words += [as_override(key, value) for key, value in values.items()]
+    words += ["--processes", str(options.processes), *["--trust-code"] * is_code_trusted()]
+
+    def is_worse() -> bool:
+        nonlocal reported
+        is_pruned = False
+        for each in run.evaluations[reported:-1]:
+            trial.report(_value_of(each, target), reported)
+            reported, is_pruned = reported + 1, trial.should_prune()
+        return is_pruned
+
+    is_pruned = train(words, run, options.output / trial.user_attrs["run"], target, until=is_worse)
     value = _value_of(run.evaluations[-1], target) if run.evaluations else math.nan
     trial.set_user_attr("train_seconds", run.train_seconds)
     result = f"{target.metric} {value:.4g} after {run.train_seconds:.0f} s"
     if is_pruned:
         study.tell(trial, state=TrialState.PRUNED)
         return f"stopped early: {result}, worse than the median"
-    if code == 0 and math.isfinite(value):
+    if not run.trouble and math.isfinite(value):
         study.tell(trial, value)
         return result
-    reason = why or f"exit code {code}" if code else "it was never evaluated"
+    reason = run.trouble or "it was never evaluated"
     trial.set_user_attr("trouble", reason)
     study.tell(trial, state=TrialState.FAIL)
     return f"failed: {reason}"

@@ -6,20 +6,19 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.clusters import Link
+from paceline_advisor.formulas.catalogue import find_formula
 from paceline_advisor.formulas.scaling import (
     Fabric,
     halving_doubling_all_reduce_seconds,
     ring_all_reduce_seconds,
-    two_level_all_reduce_seconds,
 )
 
 NODE = Fabric(
     devices=8,
     per_node=8,
-    within_bytes_per_second=100e9,
-    within_latency_seconds=5e-6,
-    network_bytes_per_second=25e9,
-    network_latency_seconds=10e-6,
+    within=Link(100e9, 5e-6),
+    network=Link(25e9, 10e-6),
 )
 
 
@@ -45,9 +44,11 @@ def test_a_small_message_takes_the_algorithm_with_fewest_hops() -> None:
 def test_nodes_share_their_network_among_their_devices() -> None:
     four = replace(NODE, devices=32, algorithm="ring")
     # Within 100 GB/s and between nodes 25 GB/s for all eight devices of a node; latencies differ, and are left out.
-    four = replace(four, within_latency_seconds=0, network_latency_seconds=0)
+    four = replace(
+        four, within=replace(four.within, latency_seconds=0), network=replace(four.network, latency_seconds=0)
+    )
     assert four.nodes == 4
-    expected = two_level_all_reduce_seconds(1e9, 8, 4, 100e9, 25e9)
+    expected = find_formula("two_level_all_reduce_seconds").function(1e9, 8, 4, 100e9, 25e9)
     assert four.all_reduce_seconds(1e9) == pytest.approx(expected)
     # Each node's network carries 2 (m - 1) / m of the whole message.
     assert expected == pytest.approx(2 * 7 / 8 * 1e9 / 100e9 + 2 * 3 / 4 * 1e9 / 25e9)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from paceline.metrics import critical_batch as batch
 from paceline.models import roofline
 from paceline_advisor.formulas import network, scaling
-from paceline_advisor.formulas.scaling import contradicts, is_superlinear
+from paceline_advisor.formulas.catalogue import published
 
+# The formulas of the tables, by name.
+table = SimpleNamespace(**{each.name: each.function for each in published()})
 # Rajbhandari et al., arXiv:1910.02054, table 1: GB per device at stages 1, 2, 3, by parameters and devices.
 ZERO_TABLE = {
     (7.5e9, 4): (52.5, 41.3, 30),
@@ -31,7 +34,7 @@ def test_zero_gives_table_1_of_its_paper(setting: tuple[float, int], printed: tu
 
 @pytest.mark.parametrize(("stage", "billions"), [(0, 2), (1, 7.6), (2, 14.4), (3, 128)])
 def test_zero_gives_table_2_of_its_paper(stage: int, billions: float) -> None:
-    assert network.zero_largest_parameters(32e9, stage, 64) / 1e9 == pytest.approx(billions, rel=0.01)
+    assert table.zero_largest_parameters(32e9, stage, 64) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_zero_knows_no_fifth_stage() -> None:
@@ -54,14 +57,14 @@ KORTHIKANTI = {
 def test_gpt_utilisation_is_as_the_paper_prints_it(model: str) -> None:
     hidden, layers, samples, devices, seconds, in_model, in_hardware = KORTHIKANTI[model]
     sizes = (samples, 2048, hidden, layers, 51200)
-    for count, printed in ((network.iteration_flops, in_model), (network.hardware_flops, in_hardware)):
+    for count, printed in ((table.iteration_flops, in_model), (table.hardware_flops, in_hardware)):
         assert 100 * roofline.utilisation(count(*sizes), seconds, 312e12, devices) == pytest.approx(printed, abs=0.3)
 
 
 def test_recomputing_attention_costs_what_the_paper_says() -> None:
-    assert network.selective_recompute_overhead(2048, 12288) == pytest.approx(0.027, abs=5e-4)
-    assert network.selective_recompute_overhead(2048, 20480, 105) == pytest.approx(0.016, abs=5e-4)
-    assert network.selective_recompute_saving(128, 2048, 20480) == pytest.approx(0.65, abs=0.005)
+    assert table.selective_recompute_overhead(2048, 12288) == pytest.approx(0.027, abs=5e-4)
+    assert table.selective_recompute_overhead(2048, 20480, 105) == pytest.approx(0.016, abs=5e-4)
+    assert table.selective_recompute_saving(128, 2048, 20480) == pytest.approx(0.65, abs=0.005)
 
 
 def test_activation_memory_follows_the_papers_table() -> None:
@@ -75,23 +78,23 @@ def test_activation_memory_follows_the_papers_table() -> None:
     both = network.layer_activation_bytes(*sizes, 8, sequence_parallel=True, recompute="selective")
     assert both == unit * 34 / 8
     assert network.layer_activation_bytes(*sizes, recompute="full") == 2 * unit
-    assert network.activation_bytes(*sizes, 96, 8) == 96 * unit * (10 + 24 / 8 + 80 / 8)
+    assert table.activation_bytes(*sizes, 96, 8) == 96 * unit * (10 + 24 / 8 + 80 / 8)
 
 
 def test_palm_540b_reaches_its_printed_utilisation() -> None:
     """arXiv:2204.02311, section 4.1: 46.2 % with attention, 45.7 % without, at 238.3 K tokens/s on 6144 TPU v4."""
-    with_attention = network.flops_per_token(540.35e9, 118, 48, 256, 2048)
-    assert network.mfu(238_300, with_attention, 275e12, 6144) == pytest.approx(0.462, abs=5e-4)
-    assert network.mfu(238_300, 6 * 540.35e9, 275e12, 6144) == pytest.approx(0.457, abs=5e-4)
+    with_attention = table.flops_per_token(540.35e9, 118, 48, 256, 2048)
+    assert table.mfu(238_300, with_attention, 275e12, 6144) == pytest.approx(0.462, abs=5e-4)
+    assert table.mfu(238_300, 6 * 540.35e9, 275e12, 6144) == pytest.approx(0.457, abs=5e-4)
 
 
 def test_training_times_of_narayanan() -> None:
     """arXiv:2104.04473, section 5.1: 34 days for GPT-3, 84 for a trillion parameters."""
-    assert network.training_days(175e9, 300e9, 1024, 140e12) == pytest.approx(34, abs=0.5)
-    assert network.training_days(1e12, 450e9, 3072, 163e12) == pytest.approx(84, abs=1)
-    assert network.gpt_parameters(12288, 96) == pytest.approx(174.6e9, rel=0.002)
-    assert network.compute_optimal_tokens(67e9) == pytest.approx(1.5e12, rel=0.15)
-    assert network.training_flops(175e9, 300e9) == pytest.approx(3.15e23)
+    assert table.training_days(175e9, 300e9, 1024, 140e12) == pytest.approx(34, abs=0.5)
+    assert table.training_days(1e12, 450e9, 3072, 163e12) == pytest.approx(84, abs=1)
+    assert table.gpt_parameters(12288, 96) == pytest.approx(174.6e9, rel=0.002)
+    assert table.compute_optimal_tokens(67e9) == pytest.approx(1.5e12, rel=0.15)
+    assert table.training_flops(175e9, 300e9) == pytest.approx(3.15e23)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +180,7 @@ def test_all_reduces_move_what_they_must(devices: int) -> None:
         f(0, devices, 1e9, 1.0) for f in (scaling.ring_all_reduce_seconds, scaling.halving_doubling_all_reduce_seconds)
     ]
     assert latencies == [2 * (devices - 1), 2 * math.log2(devices)]
-    assert scaling.bus_bytes_per_second(1e9, 2 * (devices - 1) / devices, devices) == pytest.approx(1e9)
+    assert table.bus_bytes_per_second(1e9, 2 * (devices - 1) / devices, devices) == pytest.approx(1e9)
 
 
 def test_one_device_sends_nothing() -> None:
@@ -185,39 +188,39 @@ def test_one_device_sends_nothing() -> None:
         scaling.ring_all_reduce_seconds,
         scaling.halving_doubling_all_reduce_seconds,
         scaling.tree_all_reduce_seconds,
-        scaling.reduce_broadcast_seconds,
+        table.reduce_broadcast_seconds,
         scaling.all_gather_seconds,
     ):
         assert each(1e9, 1, 1e9, 1.0) == 0
     assert scaling.halving_doubling_all_reduce_seconds(1e9, 6, 1e9, 1.0) == pytest.approx(2 * 2 + 1.5 + 2 + 2)
     complete = scaling.ring_all_reduce_seconds(1e9, 8, 1e9)
-    assert scaling.two_level_all_reduce_seconds(1e9, 8, 1, 1e9, 1e9) == pytest.approx(complete)
+    assert table.two_level_all_reduce_seconds(1e9, 8, 1, 1e9, 1e9) == pytest.approx(complete)
 
 
 def test_goyals_network_and_schedule() -> None:
-    assert scaling.all_reduce_bytes_per_second_needed(100e6, 0.125) == pytest.approx(1600e6)
-    assert scaling.gradual_warmup(0, 100, 3.2, 0.1) == 0.1
-    assert scaling.gradual_warmup(100, 100, 3.2, 0.1) == 3.2
-    assert [round(scaling.step_rate(epoch, 0.1), 6) for epoch in (29, 30, 60, 80)] == [0.1, 0.01, 0.001, 0.0001]
+    assert table.all_reduce_bytes_per_second_needed(100e6, 0.125) == pytest.approx(1600e6)
+    assert table.gradual_warmup(0, 100, 3.2, 0.1) == 0.1
+    assert table.gradual_warmup(100, 100, 3.2, 0.1) == 3.2
+    assert [round(table.step_rate(epoch, 0.1), 6) for epoch in (29, 30, 60, 80)] == [0.1, 0.01, 0.001, 0.0001]
     # Table 2a: the square root rule tried 0.5657 for 8192.
-    assert scaling.square_root_rate(8192) == pytest.approx(0.5657, abs=5e-5)
-    assert scaling.cosine_rate(50, 100, 1.0) == pytest.approx(0.5)
-    assert scaling.effective_rate(0.1, 0.9) == pytest.approx(1)
+    assert table.square_root_rate(8192) == pytest.approx(0.5657, abs=5e-5)
+    assert table.cosine_rate(50, 100, 1.0) == pytest.approx(0.5)
+    assert table.effective_rate(0.1, 0.9) == pytest.approx(1)
 
 
 def test_laws_of_speed_up() -> None:
-    assert scaling.amdahl_speedup(20, 0.05) == pytest.approx(10.26, abs=0.005)
-    assert scaling.gustafson_speedup(1024, 0.01) == pytest.approx(1013.77)
-    assert scaling.efficiency(16621, 2470, 8) == pytest.approx(0.841, abs=5e-4)
+    assert table.amdahl_speedup(20, 0.05) == pytest.approx(10.26, abs=0.005)
+    assert table.gustafson_speedup(1024, 0.01) == pytest.approx(1013.77)
+    assert table.efficiency(16621, 2470, 8) == pytest.approx(0.841, abs=5e-4)
 
 
 def test_the_critical_batch_is_where_both_ratios_are_two() -> None:
-    noise = batch.critical_batch(90_000, 100)
+    noise = table.critical_batch(90_000, 100)
     assert batch.steps_ratio(noise, noise) == batch.examples_ratio(noise, noise) == 2
-    assert batch.best_learning_rate(1.0, noise, noise) == 0.5
-    assert batch.adaptive_gain([5.0] * 10) == pytest.approx(1)
-    sampled = batch.adaptive_gain([math.sqrt(step + 0.5) for step in range(10_000)])
-    assert sampled == pytest.approx(batch.adaptive_gain_of_power(0.5), abs=1e-3)
+    assert table.best_learning_rate(1.0, noise, noise) == 0.5
+    assert table.adaptive_gain([5.0] * 10) == pytest.approx(1)
+    sampled = table.adaptive_gain([math.sqrt(step + 0.5) for step in range(10_000)])
+    assert sampled == pytest.approx(table.adaptive_gain_of_power(0.5), abs=1e-3)
 
 
 def test_the_noise_scale_is_found_from_two_batches() -> None:
@@ -226,18 +229,18 @@ def test_the_noise_scale_is_found_from_two_batches() -> None:
     given = (8, at[8], 64, at[64])
     assert batch.gradient_square(*given) == pytest.approx(square)
     assert batch.gradient_variance(*given) == pytest.approx(variance)
-    assert batch.simple_noise_scale(variance, square) == 40
+    assert table.simple_noise_scale(variance, square) == 40
 
 
 def test_mlperfs_reference_epochs_are_met_within_six_percent() -> None:
     """MLPerf training 3.1's reference convergence points of ResNet-50."""
     for size, epochs in ((1632, 35.0), (8192, 42), (32768, 56), (65536, 84.5)):
-        assert batch.epochs_to_target(size, 34.6, 46_900) == pytest.approx(epochs, rel=0.06)
+        assert table.epochs_to_target(size, 34.6, 46_900) == pytest.approx(epochs, rel=0.06)
 
 
 @pytest.mark.parametrize(("epochs", "minutes", "rate"), [(88, 77.2, 24340), (40, 35.6, 23992), (16, 14.9, 22929)])
 def test_ffcvs_rates_by_its_times(epochs: float, minutes: float, rate: float) -> None:
-    assert scaling.images_per_second(epochs, minutes) == pytest.approx(rate, rel=1e-4)
+    assert table.images_per_second(epochs, minutes) == pytest.approx(rate, rel=1e-4)
 
 
 def test_airbenchs_share_of_an_a100() -> None:
@@ -249,11 +252,11 @@ def test_steps_come_out_even_and_checkpoints_cost_little() -> None:
     assert batch.accumulation_steps(4096, 128, 8) == 4
     with pytest.raises(ValueError, match="3 × 128 samples do not divide 4096"):
         batch.accumulation_steps(4096, 128, 3)
-    assert scaling.steps(50_000, 2000, 8) == 200
-    assert scaling.steps(1_281_167, 256, 90, drop_last=False) == 90 * 5005
-    interval = scaling.checkpoint_interval_seconds(10, 7200)
+    assert table.steps(50_000, 2000, 8) == 200
+    assert table.steps(1_281_167, 256, 90, drop_last=False) == 90 * 5005
+    interval = table.checkpoint_interval_seconds(10, 7200)
     assert interval == pytest.approx(379.5, abs=0.1)
-    assert scaling.checkpoint_overhead(10, interval) < 0.035
+    assert table.checkpoint_overhead(10, interval) < 0.035
 
 
 def test_an_olympic_mean_needs_three_values() -> None:
@@ -267,7 +270,7 @@ def test_sizes_and_epochs_come_in_pairs() -> None:
 
 
 def test_printed_ratios_are_compared_with_their_own_figures() -> None:
-    assert is_superlinear(641, 36, 8)
-    assert not is_superlinear(8 * 1.04, 1, 8)
-    assert contradicts(2.0, 110, 36)
-    assert not contradicts(2.0, 2.08, 1)
+    assert table.is_superlinear(641, 36, 8)
+    assert not table.is_superlinear(8 * 1.04, 1, 8)
+    assert table.contradicts(2.0, 110, 36)
+    assert not table.contradicts(2.0, 2.08, 1)

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from paceline.metrics.critical_batch import critical_batch
 from paceline.metrics.gradient_noise import (
     ORDER_OF_MAGNITUDE,
     Estimate,
@@ -17,6 +16,7 @@ from paceline.metrics.gradient_noise import (
     linear_rate_excess,
     rate_ratio,
 )
+from paceline_advisor.formulas.catalogue import find_formula
 
 # Of a gradient of 40 numbers whose samples have a noise scale of 300.
 TRUE, DEVIATION = 0.1, math.sqrt(0.1**2 * 300)
@@ -117,7 +117,7 @@ def test_the_range_goes_an_order_of_magnitude_beyond_the_interval() -> None:
     assert found is not None
     low, high = critical_range(found)
     assert (low, high) == (found.low / 10, found.high * 10)
-    assert low < critical_batch(40 * DEVIATION**2, 40 * TRUE**2) < high
+    assert low < find_formula("critical_batch").function(40 * DEVIATION**2, 40 * TRUE**2) < high
 
 
 def test_the_best_rate_bends_away_from_the_line() -> None:

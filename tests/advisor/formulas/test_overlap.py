@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline_advisor.formulas.parallel_step import Gradient, Passes, Unit, buckets, gather_around, reduce_behind
+from paceline_advisor.formulas.parallel_step import Gradient, Unit, buckets, gather_around, reduce_behind
 
 MIB = 2**20
 
@@ -66,7 +66,7 @@ def test_where_sending_takes_all_of_the_device_nothing_is_hidden() -> None:
 
 def test_fsdp_waits_for_its_first_weights_and_its_last_gradients() -> None:
     units = [Unit(1, 1, 0.5), Unit(1, 1, 0.5)]
-    found = gather_around(units, Passes(forward_seconds=10, backward_seconds=20), lambda size: size)
+    found = gather_around(units, 10, 20, lambda size: size)
     # Two gathers a pass, and two reductions: all hidden but the first gather of each pass and the last reduction.
     assert found.busy_seconds == 6
     assert found.exposed_seconds == pytest.approx(3)
@@ -74,14 +74,13 @@ def test_fsdp_waits_for_its_first_weights_and_its_last_gradients() -> None:
 
 def test_fsdp_that_keeps_its_weights_gathers_them_once() -> None:
     units = [Unit(1, 1, 0.5), Unit(1, 1, 0.5)]
-    passes = Passes(forward_seconds=10, backward_seconds=20, regathered=False)
-    found = gather_around(units, passes, lambda size: size)
+    found = gather_around(units, 10, 20, lambda size: size, regathered=False)
     assert found.busy_seconds == 4
     assert found.exposed_seconds == pytest.approx(2)
 
 
 def test_fsdp_on_a_slow_link_is_bound_by_it() -> None:
     units = [Unit(1, 1, 0.5), Unit(1, 1, 0.5)]
-    found = gather_around(units, Passes(forward_seconds=1, backward_seconds=2), lambda size: 100 * size)
+    found = gather_around(units, 1, 2, lambda size: 100 * size)
     assert found.busy_seconds == 600
     assert 3 + found.exposed_seconds == pytest.approx(600, rel=0.01)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.clusters import Link
 from paceline.recipe.running import Parallel
 from paceline_advisor.formulas.parallel_step import (
     BUCKET_CAP_MB,
@@ -32,10 +33,8 @@ ONE = OneDevice(seconds=0.1, samples=64, spread=0)
 FABRIC = Fabric(
     devices=8,
     per_node=8,
-    within_bytes_per_second=1e15,
-    within_latency_seconds=0,
-    network_bytes_per_second=1e15,
-    network_latency_seconds=0,
+    within=Link(1e15, 0),
+    network=Link(1e15, 0),
 )
 
 HOST = Host()
@@ -57,7 +56,7 @@ def test_one_device_waits_for_nobody() -> None:
 
 
 def test_the_parts_sum_up_to_the_step() -> None:
-    slow = replace(FABRIC, within_bytes_per_second=1e9, within_latency_seconds=1e-5)
+    slow = replace(FABRIC, within=Link(1e9, 1e-5))
     host = Host(waits=1, seconds_per_sample=2e-3, cores_per_device=1)
     found = predict(NETWORK, replace(ONE, spread=0.02), slow, host, WAY)
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
@@ -66,7 +65,7 @@ def test_the_parts_sum_up_to_the_step() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_slow_link_is_named(strategy: str) -> None:
-    slow = replace(FABRIC, within_bytes_per_second=5e8)
+    slow = replace(FABRIC, within=Link(5e8, 0))
     found = predict(NETWORK, ONE, slow, HOST, replace(WAY, strategy=strategy))
     assert found.limit == "communication"
     assert found.efficiency < 0.5
@@ -136,7 +135,7 @@ def test_processes_without_accelerators_share_the_cores() -> None:
 
 
 def test_ddp_communicates_once_a_step_and_fsdp_in_every_pass() -> None:
-    slow = replace(FABRIC, within_bytes_per_second=5e9)
+    slow = replace(FABRIC, within=Link(5e9, 0))
     once = {s: predict(NETWORK, ONE, slow, HOST, replace(WAY, strategy=s)) for s in ("ddp", "fsdp")}
     four = {s: predict(NETWORK, ONE, slow, HOST, replace(WAY, strategy=s, passes=4)) for s in ("ddp", "fsdp")}
     assert four["ddp"].parts["communication"] == pytest.approx(once["ddp"].parts["communication"])

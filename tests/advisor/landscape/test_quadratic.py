@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paceline_advisor.formulas.network import keskar_box, keskar_sharpness, loss_barrier
+from paceline_advisor.formulas.catalogue import find_formula
+from paceline_advisor.formulas.network import keskar_sharpness, loss_barrier
 from paceline_advisor.landscape.loss_surface import LossSurface
 from paceline_advisor.landscape.measures import (
     STARTS,
@@ -129,7 +130,7 @@ def test_sharpness_is_the_formula(bowl: Bowls, epsilon: float) -> None:
     subject = bowl(torch.diag(diagonal), AT)
     loss = subject.measure(AT, "train")["loss"]
     found = sharpness(loss, [climb(subject, AT, "train", epsilon, start) for start in STARTS], epsilon)
-    corner = [abs(x) + keskar_box(x, epsilon) for x in AT.tolist()]
+    corner = [abs(x) + find_formula("keskar_box").function(x, epsilon) for x in AT.tolist()]
     largest = sum(0.5 * a * x * x for a, x in zip(diagonal.tolist(), corner, strict=True))
     assert found.percent == pytest.approx(keskar_sharpness(largest, value(torch.diag(diagonal), AT)), rel=2e-3)
     assert all(each.iterations <= 10 for each in found.ascents)

@@ -10,8 +10,6 @@ from paceline_advisor.doctor.behaviour import Loader
 from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, check, named
 from paceline_advisor.doctor.findings import CONVNETS, CUDA_MODES, OWN, TUNING, Place
 
-_MANY_IN_A_ROW = 4
-
 
 @check(advice="remove it from the training code")
 def debugging(subject: CheckedRun) -> Iterator[CheckResult]:
@@ -37,13 +35,6 @@ _AIDS: dict[str, dict[str, Any]] = {
         "why": "Every operation is recorded. Paceline profiles a few steps if telemetry.profile asks for them.",
         "expected": "1.1 to 2 times as fast",
         "speedup": (1.1, 2.0),
-    },
-    "gradcheck": {
-        "name": "gradcheck_on",
-        "evidence": "torch.autograd.gradcheck is called in the step",
-        "why": "It computes a gradient for each input number separately: it is a test, not part of training.",
-        "expected": "many times as fast",
-        "speedup": (5.0, 100.0),
     },
 }
 
@@ -110,29 +101,6 @@ def debug_environment(subject: CheckedRun) -> Iterator[CheckResult]:
 
 
 @check(
-    why="Each operation reads and writes the whole tensor; fused, they do so once.",
-    advice="one of torch's own functions (such as F.gelu)",
-    keeps="rounding",
-    expected="these operations 2 to 4 times as fast",
-    speedup=(1.02, 1.5),
-)
-def unfused_pointwise(subject: CheckedRun) -> CheckResult | None:
-    """Sequences of element-wise operations, each of which reads and writes whole tensors."""
-    places = tuple(
-        Place(file, line, f"{length} operations in a row, {function}")
-        for (file, line, function), length in subject.calls.pointwise.items()
-        if length >= _MANY_IN_A_ROW
-    )
-    if not subject.target.is_gpu or subject.recipe.model.compile or not places:
-        return None
-    found = CheckResult(named([str(place) for place in places], 2), places=places)
-    if "model.compile" in subject.plan.unused:
-        return found
-    advice = "model.compile=true, or one of torch's own functions (such as F.gelu)"
-    return found.updated(advice=advice, overrides={"model.compile": True})
-
-
-@check(
     why="Something turns gradients on (torch.enable_grad): every activation is kept without need.",
     advice="remove torch.enable_grad from `score` and of the network's evaluation",
     expected="evaluation up to 1.5 times as fast, in a fraction of the memory",
@@ -160,23 +128,6 @@ def no_workers(subject: CheckedRun) -> CheckResult | None:
     setting = "data.workers=0" if reads_itself else "num_workers=0 in your own DataLoader"
     found = CheckResult(f"{setting}, and {subject.target.cores}", places=tuple(each.place for each in alone))
     return found.updated(advice="data.workers=auto", overrides={"data.workers": "auto"}) if reads_itself else found
-
-
-@check(
-    why="Processes that share a core do not read faster together, and each holds batches in memory.",
-    advice="data.workers=auto",
-    overrides={"data.workers": "auto"},
-    expected="little on a GPU; on a CPU, the time they take from training",
-    speedup=(1.0, 1.1),
-)
-def too_many_workers(subject: CheckedRun) -> CheckResult | None:
-    """More loader processes than cores."""
-    used, data = subject.plan.data.get("workers"), subject.plan.data
-    if subject.recipe.data.workers == "auto" or data.get("backend") != "pytorch" or not isinstance(used, int):
-        return None
-    if used <= max(2, subject.target.machine.cores):
-        return None
-    return CheckResult(f"data.workers={used} loader processes for each rank, and {subject.target.cores}")
 
 
 @check(

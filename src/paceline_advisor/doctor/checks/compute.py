@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
 
 from paceline.references import is_ours
 from paceline_advisor.doctor.anatomy import BYTES, Layer
@@ -12,9 +11,7 @@ from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, check, 
 from paceline_advisor.doctor.findings import (
     AMP,
     CONVOLUTION,
-    INTENSITY,
     LINEAR,
-    MEMORY_LIMITED,
     OWN,
     RECURRENT,
     TUNING,
@@ -27,9 +24,7 @@ _SMALL_ON_CPU = 1e8
 # On a GPU, the casts of another precision use up a smaller gain than this.
 _WORTH_IT = 1.1
 _MUCH = 0.05
-_MOST = 0.5
 _TILE = 64
-_COMPUTE_BOUND = {"batch": 128, "hidden": 256}
 
 
 @check(
@@ -240,11 +235,11 @@ def bias_before_batchnorm(subject: CheckedRun) -> CheckResult | None:
 
 # ------------------------------------------------------------------------------------------------ sizes of layers
 
+
 # Other sizes make another network, and the gain is predicted, since the device may not be here.
-prediction = partial(check, keeps="training", predicted=True)
-
-
-@prediction(
+@check(
+    keeps="training",
+    predicted=True,
     source=f"{LINEAR}; {CONVOLUTION}",
     expected="predicted: up to 2 times as fast where libraries do not pad, less where they do",
     speedup=(1.1, 2.0),
@@ -255,173 +250,21 @@ def dimension_alignment(subject: CheckedRun) -> CheckResult | None:
     if multiples is None:
         return None
     unit, best = multiples
-    unaligned = [layer for layer in _inner(subject) if _divisor_fails(layer, unit)]
-    share = _share(subject, unaligned)
+    unaligned = list(_unaligned(subject, unit))
+    share = subject.share(lambda layer: layer in unaligned)
     if share < _MUCH:
         return None
     sizes = [size for size in (unaligned[0].inputs, unaligned[0].outputs) if size % unit]
     example = ", ".join(f"{size} to {-(-size // unit) * unit}" for size in dict.fromkeys(sizes)) or "groups too"
+    by_work = sorted(unaligned, key=lambda layer: -layer.flops)
+    heaviest = named([f"{layer.name} {layer.shape}" for layer in by_work], 3)
     return CheckResult(
         f"{len(unaligned)} of {len(subject.layers)} layers, {share:.0%} of their FLOPs, have sizes that are not "
-        f"multiples of {unit} ({subject.products}): {_heaviest(unaligned)}",
+        f"multiples of {unit} ({subject.products}): {heaviest}",
         why=f"Matrix units take sizes that divide by {unit} for {subject.products}, on an A100 and later best by {best}"
         "; others are padded, or computed without them.",
         advice=f"round widths to a multiple of {best if best <= _TILE else unit}, or of {unit}; {example}",
         layers=tuple(layer.name for layer in unaligned),
-    )
-
-
-@prediction(
-    source=LINEAR,
-    expected="predicted: up to 2 times as fast where libraries do not pad, less where they do",
-    speedup=(1.05, 2.0),
-)
-def batch_alignment(subject: CheckedRun) -> CheckResult | None:
-    """A batch size that matrix units cannot use without padding, where only the batch forms rows."""
-    multiples, batch = subject.target.multiples(subject.products), subject.plan.micro_batch_size
-    linear_share = subject.share(lambda layer: layer.kind == "linear" and layer.rows == 1)
-    if multiples is None or batch % multiples[0] == 0 or linear_share < _MOST:
-        return None
-    unit = multiples[0]
-    return CheckResult(
-        f"a micro-batch of {batch} is not a multiple of {unit} ({subject.products}), and linear layers, whose rows are "
-        f"samples, have {linear_share:.0%} of the FLOPs",
-        why=f"Matrix units take sizes that divide by {unit} for {subject.products}; others are padded.",
-        advice=f"micro-batches in multiples of {unit}, ideally of {_TILE} to 256",
-    )
-
-
-@prediction(
-    severity="notice",
-    why=f"Products are cut into tiles of {_TILE} to 256, which sizes that divide by {_TILE}, ideally 256, fill.",
-    source=f"{LINEAR}; {CONVOLUTION}",
-    advice=f"widths in multiples of {_TILE}, ideally 256",
-    expected="predicted: up to 1.3 times as fast",
-    speedup=(1.0, 1.3),
-)
-def tile_alignment(subject: CheckedRun) -> CheckResult | None:
-    """Sizes that leave the best tiles partly empty."""
-    if subject.target.multiples(subject.products) is None:
-        return None
-    unaligned = [layer for layer in _inner(subject) if _divisor_fails(layer, _TILE) and not layer.is_depthwise]
-    share = _share(subject, unaligned)
-    if share < _MOST or dimension_alignment(subject):
-        return None
-    return CheckResult(
-        f"{len(unaligned)} of {len(subject.layers)} layers, {share:.0%} of their FLOPs, have sizes that are not "
-        f"multiples of {_TILE}: {_heaviest(unaligned)}",
-        layers=tuple(layer.name for layer in unaligned),
-    )
-
-
-@prediction(
-    severity="notice",
-    source=CONVOLUTION,
-    advice="a stride of 2, or fewer filters in the first layer",
-    expected="predicted: that layer's time, partly",
-    speedup=(1.0, 1.1),
-)
-def first_layer_channels(subject: CheckedRun) -> CheckResult | None:
-    """An expensive first convolution with few channels."""
-    unit = subject.target.multiples(subject.products)
-    first = next((layer for layer in subject.layers if layer.kind == "convolution"), None)
-    if unit is None or first is None or first.inputs >= unit[0] or _share(subject, [first]) < 2 * _MUCH:
-        return None
-    if first.inputs in (3, 4) and first.stride == 2:
-        return None  # padded to 4 channels, which is enough with this stride
-    return CheckResult(
-        f"{first.name} ({first.shape}, stride {first.stride}) has {first.inputs} input channels and "
-        f"{_share(subject, [first]):.0%} of the FLOPs",
-        why=f"It is padded to {unit[0]} channels, or to 4 with a stride of 2; the rest of each product is zeros.",
-        layers=(first.name,),
-    )
-
-
-@prediction(
-    severity="notice",
-    why="Below that intensity the units wait for memory; a batch and width above 128 are usually above it.",
-    source=f"{LINEAR}; {INTENSITY}",
-    advice="larger batch.micro_size or wider layers",
-    expected="predicted: time depends on bytes, not FLOPs, until sizes grow",
-    speedup=(1.0, 1.5),
-)
-def memory_bound_layers(subject: CheckedRun) -> CheckResult | None:
-    """Matrix products that are limited by memory traffic."""
-    ridge, samples = subject.target.ridge(subject.products), subject.plan.micro_batch_size
-    each = BYTES[subject.products]
-    if ridge is None:
-        return None
-    memory_bound = [layer for layer in subject.layers if layer.intensity(samples, each) < ridge]
-    share, most = _share(subject, memory_bound), _COMPUTE_BOUND["batch"]
-    if share < _MOST:
-        return None
-    small = [f"a micro-batch of {samples}"] if samples <= most else []
-    widths = [layer for layer in memory_bound if min(layer.inputs, layer.outputs) <= most]
-    small += [f"{len(widths)} layers with {most} or fewer features on a side"] if widths else []
-    found = CheckResult(
-        f"{len(memory_bound)} of {len(subject.layers)} layers, {share:.0%} of their FLOPs, do fewer than the "
-        f"{ridge:.0f} FLOPs a byte that keep {subject.target.machine.device_name} busy ({subject.products}): "
-        + _heaviest(memory_bound, lambda layer: f"{layer.intensity(samples, each):.0f}")
-        + (f"; {', '.join(small)}" if small else ""),
-        layers=tuple(layer.name for layer in memory_bound),
-    )
-    if "model.compile" in subject.plan.unused:
-        return found
-    more = "; model.compile=true moves fewer bytes between them"
-    return found.updated(advice=f"larger batch.micro_size or wider layers{more}")
-
-
-@prediction(
-    severity="notice",
-    why="A filter for each channel does few operations for each number it reads: a GPU waits for memory.",
-    source=f"{MEMORY_LIMITED}; {INTENSITY}",
-    advice="judge by time, not by FLOPs; a network of full convolutions (timm's regnet, a resnet) is often faster for "
-    "the same accuracy",
-    expected="predicted: far from the device's peak",
-    speedup=(1.0, 1.5),
-)
-def depthwise_convolutions(subject: CheckedRun) -> CheckResult | None:
-    """Convolutions that filter each channel separately, as in MobileNet and EfficientNet."""
-    separate = [layer for layer in subject.layers if layer.is_depthwise]
-    moved = sum((layer.read + layer.written) * layer.calls for layer in subject.layers)
-    share = sum((layer.read + layer.written) * layer.calls for layer in separate) / moved if moved else 0.0
-    if not subject.target.is_gpu or share < 0.2:
-        return None
-    names = [layer.name for layer in separate]
-    return CheckResult(
-        f"{len(separate)} depthwise convolutions have {_share(subject, separate):.0%} of the FLOPs and {share:.0%} of "
-        f"what layers read and write: {named(names)}",
-        layers=tuple(names),
-    )
-
-
-@prediction(
-    why="Each time step is one small product: sizes that divide by 8 (fp16) or 4 (TF32), a batch above 128 and a "
-    "hidden size above 256 keep the device busy.",
-    source=RECURRENT,
-    expected="predicted: up to 2 times as fast for these layers",
-    speedup=(1.0, 2.0),
-)
-def recurrent_sizes(subject: CheckedRun) -> CheckResult | None:
-    """Recurrent layers with sizes that matrix units do not support, or with little work."""
-    multiples = subject.target.multiples(subject.products)
-    found = [layer for layer in subject.layers if layer.kind == "recurrent"]
-    if multiples is None or not found:
-        return None
-    unit, batch = multiples[0], subject.plan.micro_batch_size
-    unaligned = [layer for layer in found if layer.outputs % unit or layer.inputs % unit]
-    small = [layer for layer in found if layer.outputs <= _COMPUTE_BOUND["hidden"]]
-    problems = [f"{_heaviest(unaligned)} not a multiple of {unit}"] if unaligned else []
-    problems += [f"a micro-batch of {batch} is not a multiple of {unit}"] if batch % unit else []
-    problems += [f"a micro-batch of {batch}, 128 or fewer"] if batch <= _COMPUTE_BOUND["batch"] else []
-    problems += [f"{_heaviest(small)}, 256 or fewer"] if small else []
-    if not problems:
-        return None
-    return CheckResult(
-        "; ".join(problems),
-        severity="slows" if unaligned or batch % unit else "notice",
-        advice=f"hidden sizes in multiples of {_TILE}, a batch above 128 in multiples of {unit}",
-        layers=tuple(layer.name for layer in found),
     )
 
 
@@ -441,25 +284,16 @@ def recurrent_cells(subject: CheckedRun) -> CheckResult | None:
     return CheckResult(evidence, layers=tuple(layer.name for layer in cells)) if cells else None
 
 
-def _inner(subject: CheckedRun) -> list[Layer]:
-    """Return the layers, except recurrent ones and a first convolution that reads images of at most 4 channels."""
+def _unaligned(subject: CheckedRun, unit: int) -> Iterator[Layer]:
+    """Yield layers with a size that ``unit`` does not divide.
+
+    Recurrent layers, and a first convolution that reads images of at most 4 channels, are left out.
+    """
     found = [layer for layer in subject.layers if layer.kind in ("linear", "convolution")]
     first = next((layer for layer in found if layer.kind == "convolution"), None)
-    return [layer for layer in found if layer is not first or layer.inputs > 4]
-
-
-def _divisor_fails(layer: Layer, unit: int) -> bool:
-    if layer.is_depthwise:
-        return layer.outputs % unit != 0
-    return layer.inputs // layer.groups % unit != 0 or layer.outputs // layer.groups % unit != 0
-
-
-def _share(subject: CheckedRun, layers: list[Layer]) -> float:
-    names = {layer.name for layer in layers}
-    return subject.share(lambda layer: layer.name in names)
-
-
-def _heaviest(layers: list[Layer], figure: Callable[[Layer], str] = lambda layer: layer.shape) -> str:
-    """Name the layers with the most FLOPs, each with a value, by default its sizes."""
-    heaviest = sorted(layers, key=lambda layer: -layer.flops)
-    return named([f"{layer.name} {figure(layer)}" for layer in heaviest], 3)
+    for layer in found:
+        sizes = (
+            (layer.outputs,) if layer.is_depthwise else (layer.inputs // layer.groups, layer.outputs // layer.groups)
+        )
+        if (layer is not first or layer.inputs > 4) and any(size % unit for size in sizes):
+            yield layer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_left
 from functools import partial
 from typing import Any
 
@@ -104,39 +103,6 @@ def unused_parameter_search(subject: CheckedRun) -> CheckResult | None:
     return CheckResult("parallel.unused_parameters=allow, and every parameter had a gradient")
 
 
-_DISORDER = 0.2
-
-
-@check(
-    why="With a search for unused parameters, buckets follow the order of construction, and each waits for the last "
-    "gradient in it.",
-    advice="create layers in the order in which forward uses them",
-    keeps="training",
-    expected="more overlap of the reduction with the backward pass, with several processes",
-    speedup=(1.0, 1.1),
-)
-def construction_order(subject: CheckedRun) -> CheckResult | None:
-    """Layers that are created in another order than they are used, if that order determines DDP's buckets."""
-    if subject.recipe.parallel.unused_parameters != "allow":
-        return None  # DDP rebuilds its buckets after the first step
-    construction = list(dict.fromkeys(name.rpartition(".")[0] for name in subject.anatomy.parameters))
-    used = [name for name in subject.anatomy.order if name in construction]
-    used_so_far: list[int] = []
-    inversions = 0
-    for name in used:
-        position = bisect_left(used_so_far, construction.index(name))
-        inversions += len(used_so_far) - position
-        used_so_far.insert(position, construction.index(name))
-    inverted_share = inversions / max(1, len(used) * (len(used) - 1) // 2)
-    if inverted_share < _DISORDER:
-        return None
-    return CheckResult(
-        f"{inverted_share:.0%} of the pairs of layers are created in another order than they are used: created first "
-        f"{named(construction, 2)}, used first {named(used, 2)}",
-        layers=tuple(used),
-    )
-
-
 @check(
     why="One process drives all devices, and copies weights and gradients in each step.",
     advice="remove it; one process per GPU (--processes) trains with DistributedDataParallel",
@@ -148,23 +114,6 @@ def data_parallel(subject: CheckedRun) -> CheckResult | None:
     found = subject.anatomy.parallel
     names = named([name or "the network itself" for name in found])
     return CheckResult(f"torch.nn.DataParallel in the network: {names}", layers=found) if found else None
-
-
-@check(
-    severity="notice",
-    why="A process on another socket than its GPU accesses memory over the link between the sockets.",
-    source=CONVNETS,
-    advice="parallel.affinity=socket",
-    overrides={"parallel.affinity": "socket"},
-    expected="1.0 to 1.15 times as fast",
-    speedup=(1.0, 1.15),
-)
-def affinity(subject: CheckedRun) -> CheckResult | None:
-    """Processes that may move between the sockets of a machine with GPUs."""
-    is_unpinned = subject.recipe.parallel.affinity == "none" and subject.sockets > 1
-    if not is_unpinned or not subject.target.is_gpu or not subject.target.is_here:
-        return None
-    return CheckResult(f"parallel.affinity=none, and this machine has {subject.sockets} NUMA nodes")
 
 
 # ------------------------------------------------------------------------------------------ between steps
@@ -289,7 +238,7 @@ def learning_rate_rule(subject: CheckedRun) -> CheckResult | None:
 def ragged_tail(subject: CheckedRun) -> CheckResult | None:
     """An epoch's last step with very few samples in each micro-batch."""
     plan = subject.plan
-    for phase in plan.epochs.finished_phases(plan.total_steps) if subject.anatomy.order else ():
+    for phase in plan.epochs.finished_phases(plan.total_steps) if subject.anatomy.parameters else ():
         tail = plan.epochs.last_step_samples(phase)
         if 0 < tail // phase.logical_ranks < _FEW < plan.micro_batch_size:
             return CheckResult(
