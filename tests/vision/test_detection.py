@@ -24,7 +24,6 @@ from paceline.data.pipeline import Placement
 from paceline.errors import ModelError, PacelineError
 from paceline.inference.predict import open_predictor
 from paceline.recipe.load import load_recipe
-from paceline.tasks import detection_answers as detection
 from paceline.tasks.facts import geometry_of
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
@@ -34,6 +33,7 @@ from paceline.trainer.train import plan_only
 from paceline.world import World
 from paceline_advisor.memory.batch_trial import TrialConfig, TrialTask
 from paceline_advisor.scaling.network import describe
+from paceline_vision.detection import predictor as detection
 from paceline_vision.detection.predictor import DetectionPredictor
 from paceline_vision.detection.task import Detection
 

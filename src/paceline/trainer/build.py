@@ -68,8 +68,7 @@ def build_run(subject: Subject) -> Run:
     scored = {"model": strategy.eval_model} | ({} if ema is None else {"ema": compiled.get("ema", ema.module)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler, is_sharded=strategy.is_sharded)
     optimizer = build_optimizer(network, recipe.optimizer, device)
-    heartbeat = Heartbeat()
-    progress = Progress(begun=subject.started)
+    heartbeat, progress = Heartbeat(), Progress(begun=subject.started)
     ledger = LedgerWriter(ledger_path(subject.directory.ledger, subject.world.rank))
     noise = None
     if plan.noise_scale_every_steps is not None:
