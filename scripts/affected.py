@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ENTRY_POINTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+PACKAGES = {path.name for path in (ROOT / "src").glob("paceline*") if (path / "__init__.py").is_file()}
 NAMED = re.compile(r"paceline(?:_\w+)?(?:\.\w+)+")
 SIBLING = re.compile(r"^\.(\w+):\w+$")  # the end of f"{PACKAGE}.module:Name"
 
@@ -28,7 +29,7 @@ SIBLING = re.compile(r"^\.(\w+):\w+$")  # the end of f"{PACKAGE}.module:Name"
 @cache
 def _file_of(module: str) -> Path | None:
     place = ROOT / "src" / module.replace(".", "/")
-    if module.split(".", maxsplit=1)[0] not in ("paceline", "paceline_advisor", "paceline_course"):
+    if module.split(".", maxsplit=1)[0] not in PACKAGES:
         place = ROOT / "tests" / module  # such as calls.py
     return next((file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()), None)
 

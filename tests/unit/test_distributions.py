@@ -92,7 +92,7 @@ def install(wheel: Path, folder: Path) -> Path:
 
 def package_files() -> set[str]:
     """Every file of the package in this checkout, but what was compiled: one that is new must be shipped too."""
-    packages = ("paceline", "paceline_advisor", "paceline_course")
+    packages = ("paceline", "paceline_advisor", "paceline_course", "paceline_text")
     files = [path for name in packages for path in (ROOT / "src" / name).rglob("*") if path.is_file()]
     made = (".pyc", ".so", ".pyd")
     return {path.relative_to(ROOT / "src").as_posix() for path in files if path.suffix not in made}

@@ -22,12 +22,12 @@ from paceline.data.image.source import EXTENSIONS
 from paceline.data.masks.sets.folder import open_masks
 from paceline.data.packing.origins import detect
 from paceline.data.tables import read_csv
-from paceline.data.text.sets.documents import open_text
 from paceline.errors import DataError, PacelineError
 from paceline.files import SkippedItems, refuse_archive
 from paceline.prediction.sources import pictures_of
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
+from paceline_text.sets.documents import open_text
 
 
 def make(root: Path, *names: str, size: tuple[int, int] = (8, 8), mode: str = "RGB") -> Path:
