@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from hardware import spread, write_result
 from overhead import TakingTurns
 
-from paceline.data.text.sets.documents import open_text
-from paceline.models.language import build_language_model
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.trainer.train import Options, train_recipe
+from paceline_text.models import build_language_model
+from paceline_text.sets.documents import open_text
 
 LR, BETAS, DECAY, CLIP = 1e-3, (0.9, 0.99), 0.1, 1.0
 

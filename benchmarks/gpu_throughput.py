@@ -26,11 +26,11 @@ from hardware import spread, write_result
 from overhead import TakingTurns
 
 from paceline.data.image.datasets import open_dataset
-from paceline.data.text.sets.documents import open_text
 from paceline.models.build import build_model
-from paceline.models.language import build_language_model
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.trainer.train import Options, train_recipe
+from paceline_text.models import build_language_model
+from paceline_text.sets.documents import open_text
 
 COMMON = {
     "schedule.name": "constant",

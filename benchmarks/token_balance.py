@@ -30,10 +30,10 @@ import paceline
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
-from paceline.data.text.pipeline import packed_rows, single_rows
-from paceline.data.text.sets.documents import python_documentation
-from paceline.tasks.language_modeling import LanguageModeling
 from paceline.world import World
+from paceline_text.language_modeling import LanguageModeling
+from paceline_text.pipeline import packed_rows, single_rows
+from paceline_text.sets.documents import python_documentation
 
 PROCESSES, CONTEXT, TYPICAL, MULTIPLE = 8, 1024, 180, 8
 _WARMUP = 3

@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ENTRY_POINTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+PACKAGES = {path.name for path in (ROOT / "src").glob("paceline*") if (path / "__init__.py").is_file()}
 NAMED = re.compile(r"paceline(?:_\w+)?(?:\.\w+)+")
 SIBLING = re.compile(r"^\.(\w+):\w+$")  # the end of f"{PACKAGE}.module:Name"
 

@@ -25,7 +25,7 @@ options are refused in ``__post_init__``, before anything is written or started.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -47,6 +47,7 @@ class Shape:
         required: An option, although it has no default.
         repeatable: A list whose option is repeated for each entry, instead of comma-separated.
         parse: Reads the text; a ``ValueError`` becomes the usage error.
+        choices: Returns the texts it may be, each with a phrase for the help, or an empty one.
         path: Meaning of a string or path: ``local``, on this machine, where ``~`` is the home directory; ``file`` or
             ``folder``, if it exists; ``weights``, which may be an address to download from.
         argument: An argument, although it is a list or has a default; a list takes all remaining words.
@@ -63,6 +64,7 @@ class Shape:
     argument: bool = False
     repeatable: bool = False
     parse: Callable[[str], Any] | None = None
+    choices: Callable[[], Mapping[str, str]] | None = None
     path: Literal["local", "file", "folder", "weights"] | None = None
     recipe: bool = False
     only: str | None = None

@@ -45,6 +45,11 @@ def is_ours(module: str) -> bool:
     return f"{module.partition(':')[0]}.".startswith(("paceline.", "paceline_"))
 
 
+def is_same_class(first: str, second: str) -> bool:
+    """Whether two references name one class; one of Paceline's own keeps its name when it moves."""
+    return first == second or (is_ours(first) and is_ours(second) and first.split(":")[1:] == second.split(":")[1:])
+
+
 def call_reference(key: str, reference: str, target: Any, error: type[PacelineError], *arguments: Any) -> Any:
     """Call an object that a recipe names; errors from its own code pass through.
 

@@ -22,6 +22,8 @@ Objects are called in the same way for both kinds of names, and for custom code 
 * commands: see :mod:`paceline.cli.commands`
 * functions: a function that is called as an attribute of the package ``paceline``
 * models: ``names()``; returns names of networks that a task builds, for `paceline models`
+* formats: a :class:`paceline.inference.formats.Format`, of `paceline export`
+* packers: a dataclass, whose fields are options of `paceline pack`: see :mod:`paceline.cli.pack`
 * dataset_packages: a package whose modules register data sets (:mod:`paceline.dataset_registry`), imported when data
   sets are listed
 * backends: ``backend()``; returns a :class:`paceline.data.image.pipeline.ImageBackend`, which `data.backend` names
@@ -48,6 +50,8 @@ Kind = Literal[
     "commands",
     "functions",
     "models",
+    "formats",
+    "packers",
     "dataset_packages",
     "backends",
     "run_logs",
@@ -84,6 +88,13 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
     "commands": {},  # listed in paceline.cli.commands
     "functions": {},  # listed in paceline/__init__.py
     "models": {},  # listed in paceline.models.build
+    "formats": {
+        "timm": "paceline.inference.formats:TIMM",
+        "safetensors": "paceline.inference.formats:SAFETENSORS",
+        "onnx": "paceline.inference.formats:ONNX",
+        "torch-export": "paceline.inference.formats:PROGRAM",
+    },
+    "packers": {},  # that of images is paceline.cli.pack
     "dataset_packages": {"images": "paceline.data.image.sets"},
     "backends": {},  # built-in ones are chosen in paceline.data.image.pipeline
     "run_logs": {},
@@ -152,3 +163,15 @@ def load(kind: Kind, name: str, error: type[PacelineError]) -> Any:
     if not callable(target):
         raise error(f"'{reference}' is a {type(target).__name__}, which cannot be called: name a function or a class.")
     return target
+
+
+def load_all(kind: Kind) -> dict[str, Any]:
+    """Import and return all objects of a kind by name, without those of other packages that cannot be imported."""
+    found = {}
+    for name in known_names(kind):
+        try:
+            found[name] = load(kind, name, PacelineError)
+        except Exception:  # another package may fail in any way, which must not stop the others
+            if name in built_in(kind):
+                raise
+    return found

@@ -58,9 +58,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 DOUBLE = """
-from paceline.tasks.language_modeling import LanguageModeling
-from paceline.tasks.text_classification import TextClassification
-from paceline.tasks.token_classification import TokenClassification
+from paceline_text.language_modeling import LanguageModeling
+from paceline_text.text_classification import TextClassification
+from paceline_text.token_classification import TokenClassification
 
 class Tags(TokenClassification):
     def build_model(self):

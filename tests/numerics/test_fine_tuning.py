@@ -19,11 +19,11 @@ from paceline.data.batch import Batch
 from paceline.errors import DataError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import open_predictor
-from paceline.tasks.language_modeling import LanguageModeling
-from paceline.tasks.text_answers import Sampling, TextPredictor
-from paceline.tasks.text_classification import TextClassification
-from paceline.tasks.token_classification import TokenClassification
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
+from paceline_text.answers import Sampling, TextPredictor
+from paceline_text.language_modeling import LanguageModeling
+from paceline_text.text_classification import TextClassification
+from paceline_text.token_classification import TokenClassification
 
 transformers = pytest.importorskip("transformers", reason="pip install 'paceline[transformers]'")
 

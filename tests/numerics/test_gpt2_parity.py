@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.language import build_language_model
 from paceline.recipe.model import Model
+from paceline_text.models import build_language_model
 
 DEPTH, WIDTH, HEADS, CONTEXT, VOCABULARY = 3, 48, 4, 24, 101
 OURS = {

@@ -18,8 +18,8 @@ from paceline.checkpoint.weights import read_weights
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry, epoch_order
 from paceline.report.audit import audit_run
-from paceline.tasks.language_modeling import LanguageModeling
 from paceline.world import World
+from paceline_text.language_modeling import LanguageModeling
 
 RECIPE = """
 seed: 3

@@ -21,13 +21,13 @@ from paceline.checkpoint.weights import read_weights
 from paceline.cli.export import Export
 from paceline.cli.predict import Predict
 from paceline.cli.train import Train
-from paceline.data.text.tokenizer import open_tokenizer
 from paceline.errors import PacelineError
 from paceline.inference.export import ExportRequest, export
-from paceline.models.language import build_language_model, build_text_classifier
 from paceline.recipe.model import Model
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline_advisor.commands import Estimate
+from paceline_text.models import build_language_model, build_text_classifier
+from paceline_text.tokenizer import open_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="pip install 'paceline[transformers]'")
 

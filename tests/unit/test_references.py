@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ModelError
-from paceline.references import is_reference, load_reference
+from paceline.references import is_reference, is_same_class, load_reference
 
 
 @pytest.fixture
@@ -31,6 +31,21 @@ OTHERS |= {"torchvision:resnet18", "transformers:gpt2"}
 
 def test_references_and_other_names() -> None:
     assert set(filter(is_reference, REFERENCES | OTHERS)) == REFERENCES
+
+
+@pytest.mark.parametrize(
+    ("other", "is_same"),
+    [
+        ("paceline.tasks.old:Tagging", True),
+        ("paceline_words:Tagging", True),
+        ("paceline.tasks.old:Counting", False),
+        ("mine:Tagging", False),
+    ],
+)
+def test_a_class_of_ours_that_moved_is_the_same(other: str, is_same: bool) -> None:
+    assert is_same_class("paceline_text.tagging:Tagging", other) == is_same
+    assert is_same_class("mine:Tagging", "mine:Tagging")
+    assert not is_same_class("mine:Tagging", "yours:Tagging")
 
 
 def test_modules_that_are_installed_or_lie_in_the_current_directory(here: Path) -> None:

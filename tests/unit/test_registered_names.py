@@ -37,10 +37,13 @@ import click
 import numpy as np
 import torch
 from dataclasses import dataclass
-from paceline.command import command
+from pathlib import Path
+from typing import Annotated
+from paceline.command import Shape, command
 from paceline.data.loaders.pytorch import PytorchBackend
-from paceline.pages.shown import Shown
 from paceline.errors import RecipeError
+from paceline.inference.formats import Format
+from paceline.pages.shown import Document, Shown
 from paceline.metrics.accumulator import Metric
 from paceline.tasks.image_classification import ImageClassification
 
@@ -145,6 +148,28 @@ class Greet:
     def to_json(self):
         return {"name": self.name}
 
+@dataclass(frozen=True, kw_only=True)
+class Sounds:
+    """SOURCE is sounds: keep their names.
+
+    With --sounds, SOURCE is a list.
+
+    Examples:
+      paceline pack --sounds a,b names
+    """
+
+    joint: Annotated[str, Shape(only="sounds"), "With --sounds: what comes between."] = ", "
+
+    def pack(self, source, destination):
+        destination.write_text(self.joint.join(source.split(",")))
+        return Document(document={"written": str(destination)}, shown=Shown(blocks=["done"]))
+
+NAMES = Format(writer="stranger:write_names", ending=".names", reader="Whoever reads names", phrase="names alone")
+
+def write_names(request, saved, path):
+    path.write_text("\\n".join(saved.plain))
+    return 0.0
+
 @click.command(short_help="Wave to everybody.")
 def wave():
     """Wave, with either hand."""
@@ -189,6 +214,13 @@ doctor = stranger:Greet
 greet = stranger:Greet
 train = stranger:Greet
 wave = stranger:wave
+[paceline.formats]
+damaged = no_such_module:FORMAT
+names = stranger:NAMES
+timm = stranger:NAMES
+[paceline.packers]
+damaged = no_such_module:Pack
+sounds = stranger:Sounds
 [paceline.functions]
 find_lr = stranger:sawtooth
 sawtooth = stranger:sawtooth
@@ -424,6 +456,46 @@ def test_a_command_of_another_package(capsys: pytest.CaptureFixture[str]) -> Non
     assert "there is no module 'no_such_module'" in capsys.readouterr().err
     assert run(["great"]) == 2
     assert "Did you mean 'greet'?" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("stranger")
+def test_a_format_of_another_package(train_tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = train_tiny("run").run_dir
+    capsys.readouterr()
+    assert run(["export", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "[timm|transformers|peft|safetensors|onnx|torch-export|names]" in said
+    assert "a .pt2 program; names: names alone." in said
+    assert run(["export", str(run_dir), "--format", "names", "--output", str(tmp_path / "a.names")]) == 0
+    assert "Whoever reads names matches the network: largest difference 0.0e+00" in capsys.readouterr().out
+    assert "classifier.weight" in (tmp_path / "a.names").read_text().splitlines()
+    assert run(["export", str(run_dir), "--format", "names", "--output", str(tmp_path / "a.txt")]) == 2
+    assert "must end in .names" in capsys.readouterr().err
+    assert run(["export", str(run_dir), "--format", "names", "--output", "b.names", "--quantize", "bf16"]) == 2
+    assert "is for --format timm, safetensors, torch-export, not names" in capsys.readouterr().err
+    assert run(["export", str(run_dir), "--format", "timm", "--output", str(tmp_path / "a.names")]) == 2
+    assert "a hub folder's name does not end in .names" in capsys.readouterr().err, "ours cannot be replaced"
+
+
+@pytest.mark.usefixtures("stranger")
+def test_a_packer_of_another_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "paceline.cli.pack", raising=False)  # it asks for packers when it is imported
+    assert run(["pack", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "  With --sounds, SOURCE is a list.\n" in shown
+    assert "    paceline pack --text books packed/books\n" in shown
+    assert "    paceline pack --sounds a,b names\n" in shown
+    assert run(["pack", "--sounds", "a,b", str(tmp_path / "names"), "--joint", "+"]) == 0
+    assert (tmp_path / "names").read_text() == "a+b"
+    for refused, why in {
+        ("--sounds", "a,b"): "Missing argument 'DEST': where to write.",
+        ("a", "b", "--joint", "+"): "it is used only with --sounds",
+        ("--sounds", "a", "b", "--mode", "raw"): "it does not apply with --sounds",
+    }.items():
+        assert run(["pack", *refused]) == 2
+        assert why in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("stranger")

@@ -91,11 +91,13 @@ def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
         return click.Option(["--trust-code"], **TRUST_CODE)
     kind, extras, shape = _parts(annotation)
     help_text = " ".join(each for each in extras if isinstance(each, str))
+    if choices := {} if shape.choices is None else shape.choices():
+        help_text = "; ".join(f"{name}: {phrase}" for name, phrase in choices.items() if phrase) + "."
     if get_origin(kind) in (Union, UnionType):
         kind = next(each for each in get_args(kind) if each is not NoneType)
     is_list = get_origin(kind) is tuple
     item_type = get_args(kind)[0] if is_list else kind
-    click_type = _click_type(item_type, extras, shape)
+    click_type = click.Choice([*choices]) if choices else _click_type(item_type, extras, shape)
     if shape.argument or (default is MISSING and not shape.required):
         arity: dict[str, Any] = {"nargs": -1} if is_list else {} if default is MISSING else {"default": default}
         if name == "overrides" or (shape.recipe and kind is str):

@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from paceline.command import Best, Log, Overrides, Shape, Target, TrustCode, Weights, command
 from paceline.errors import PacelineError
+from paceline.inference.formats import formats
 from paceline.pages.shown import Document, Result, Shown
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
     from paceline.inference.export import Exported
+
+
+def _phrases() -> dict[str, str]:
+    return {name: each.phrase for name, each in formats().items()}
 
 
 @command("export")
@@ -41,13 +46,7 @@ class Export:
 
     target: Target
     overrides: Annotated[Overrides, Shape(metavar="[data.KEY=VALUE]...", argument=True)] = ()
-    form: Annotated[
-        Literal["timm", "transformers", "peft", "safetensors", "onnx", "torch-export"],
-        Shape(name="--format"),
-        "timm: a folder that timm.create_model and the Hugging Face hub open; transformers: one that from_pretrained "
-        "opens; peft: low-rank adapters alone; onnx: one file, checked in ONNX Runtime (extra onnx); torch-export: a "
-        ".pt2 program.",
-    ] = "safetensors"
+    form: Annotated[str, Shape(name="--format", choices=_phrases)] = "safetensors"
     output: Annotated[
         Path | None,
         Shape(without=("push",)),
@@ -79,14 +78,13 @@ class Export:
         return Document(document=document, shown=Shown(blocks=lines))
 
     def _pushed(self, repository: str) -> tuple[dict[str, Any], list[str]]:
-        from paceline.inference.export import FORMATS
         from paceline.storage.hub import check_token, upload
 
         if self.yes:
             check_token()
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "upload"
-            ending = FORMATS[self.form]
+            ending = formats()[self.form].ending
             document, (_, *lines) = self._written(folder / f"model{ending}" if ending else folder)
             files = {each.name: each.stat().st_size for each in sorted(folder.iterdir())}
             lines = [f"{name}: {format_bytes(size)}" for name, size in files.items()] + lines
@@ -123,14 +121,8 @@ def _checks(written: Exported, form: str) -> list[str]:
     """Describe the comparison in words."""
     lines = []
     if written.largest_difference is not None:
-        reader = {
-            "timm": "timm",
-            "transformers": "Transformers",
-            "peft": "peft",
-            "onnx": "ONNX Runtime",
-            "torch-export": "the program, read back,",
-        }[form]
-        lines.append(f"{reader} matches the network: largest difference {written.largest_difference:.1e} in the logits")
+        reader, difference = formats()[form].reader, f"{written.largest_difference:.1e}"
+        lines.append(f"{reader} matches the network: largest difference {difference} in the logits")
     trial = written.trial
     if trial is not None and trial.before is not None and trial.after is not None:
         lines.append(

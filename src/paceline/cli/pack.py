@@ -1,23 +1,29 @@
-"""`paceline pack`: write images, or text as tokens, into a few files for fast reading in any order."""
+"""`paceline pack`: write images, or data of other kinds, into a few files for fast reading in any order.
+
+Packages add other kinds through the entry points ``paceline.packers``. A packer is a dataclass: it is used with the
+flag of its name, and its fields are further options, each with ``Shape(only=NAME)``. The first line of its docstring
+is the help of the flag; the rest is added to that of the command. Its method ``pack(source, destination)`` writes the
+data and returns a :class:`~paceline.pages.shown.Result`.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import click
-from annotated_types import Ge, Le, Lt
+from annotated_types import Ge, Le
 
 from paceline.command import Log, Shape, command
 from paceline.errors import DataError
-from paceline.files import SkippedItems
 from paceline.machine import available_cores
 from paceline.pages.shown import Document, Result, Shown
+from paceline.registry import load_all
 from paceline.units import counted, format_bytes, format_count, format_seconds
 
 _EVERY_SECONDS = 5.0
@@ -25,14 +31,17 @@ _NUMBER = re.compile(r"0|[1-9][0-9]*")
 _NAMED = 10
 
 
+_EXAMPLES = "\n\nExamples:\n"
+PACKERS = load_all("packers")
+
+
 def _images(metavar: str | None = None, name: str | None = None) -> Shape:
     """Return the shape of an option that applies only to packed images."""
-    return Shape(metavar=metavar, name=name, only="destination", without=("text",))
+    return Shape(metavar=metavar, name=name, only="destination", without=tuple(PACKERS))
 
 
-@command("pack")
 @dataclass(frozen=True, kw_only=True)
-class Pack:
+class _Pack:
     """Pack SOURCE into the directory DEST; train on it with data.dataset=packed data.path=DEST.
 
     SOURCE is an image folder, a CSV file of paths and labels, parquet tables, WebDataset tars (a folder of them, or
@@ -45,10 +54,6 @@ class Pack:
     gives the same bytes. Images that cannot be read are named at the end, with exit code 2, unless --skip-broken leaves
     them out.
 
-    With --text, SOURCE is a folder of .txt files, or of train and val with such; or `docs`, the documentation that
-    Python's help() shows. Train on DEST with data.dataset=tokens data.path=DEST; it is written completely and read
-    back, or not at all.
-
     Examples:
       paceline pack photos packed/photos --verify
       paceline pack imagenet packed/imagenet-500 --mode jpeg --max-side 500 --quality 90
@@ -56,7 +61,6 @@ class Pack:
       paceline pack 'tars/train-{000..146}.tar' packed/train
       paceline pack labels.csv packed/tenth --subset 10% --only-classes cat,dog
       paceline pack packed/photos --verify
-      paceline pack --text books packed/books
     """
 
     source: Annotated[str, Shape(path="local")]
@@ -107,7 +111,7 @@ class Pack:
     workers: Annotated[
         int | None,
         Ge(1),
-        Shape(without=("text",)),
+        Shape(without=tuple(PACKERS)),
         "Threads that write shards (default: one per core); the bytes are the same with any number.",
     ] = None
     skip_broken: Annotated[bool, _images(), "Leave out images that cannot be read, and list them in packed.json."] = (
@@ -115,31 +119,24 @@ class Pack:
     )
     verify: Annotated[
         bool,
-        Shape(without=("text",)),
+        Shape(without=tuple(PACKERS)),
         "Read everything back afterwards and compare it with its digests; without DEST, SOURCE is a packed dataset and "
         "is only verified.",
     ] = False
-    text: Annotated[bool, "SOURCE is text: write tokens for memory-mapped reading."] = False
-    tokenizer: Annotated[
-        str, Shape(metavar="NAME", path="local", only="text"), "With --text: tokenizer, as in data.text.tokenizer."
-    ] = "bytes"
-    validation_fraction: Annotated[
-        float,
-        Ge(0),
-        Lt(1),
-        Shape(metavar="SHARE", only="text"),
-        "With --text: share of the documents to hold out, if SOURCE has no split.",
-    ] = 0.1
 
     def __post_init__(self) -> None:
-        if self.destination is None and (self.text or not self.verify):
-            verifying = "." if self.text else "; or --verify, to read a packed dataset back."
+        is_other = any(getattr(self, name) for name in PACKERS)
+        if self.destination is None and (is_other or not self.verify):
+            verifying = "." if is_other else "; or --verify, to read a packed dataset back."
             raise click.UsageError(f"Missing argument 'DEST': where to write{verifying}")
 
     def run(self, log: Log) -> Result:
         """Pack the source, or read a packed dataset back."""
-        if self.text and self.destination is not None:
-            return _packed_text(self, self.destination)
+        for name, packer in PACKERS.items():
+            if getattr(self, name):
+                options = {each.name: getattr(self, each.name) for each in fields(packer)}
+                result: Result = packer(**options).pack(self.source, self.destination)
+                return result
         document: dict[str, Any] = {}
         damage: list[str] = []
         if self.destination is not None:
@@ -155,7 +152,27 @@ class Pack:
         return Document(document=document, shown=Shown(blocks=_lines(document), ok=not damage or ""))
 
 
-def _packed(options: Pack, destination: Path, log: Log) -> dict[str, Any]:
+def _with_packers() -> type[_Pack]:
+    """Return the command with the options and the help of all packers."""
+    text, _, examples = inspect.cleandoc(_Pack.__doc__ or "").partition(_EXAMPLES)
+    added = list[tuple[str, Any, Any]]()
+    for name, packer in PACKERS.items():
+        flag, _, more = inspect.cleandoc(packer.__doc__).partition("\n\n")
+        paragraphs, _, uses = more.partition(_EXAMPLES)
+        text, examples = f"{text}\n\n{paragraphs}", f"{examples}\n{uses}"
+        hints = get_type_hints(packer, include_extras=True)
+        added.append((name, Annotated[bool, flag], False))
+        added += [(each.name, hints[each.name], each.default) for each in fields(packer)]
+    namespace = {"__doc__": f"{text}{_EXAMPLES}{examples}"}
+    return command("pack")(
+        make_dataclass("Pack", added, bases=(_Pack,), namespace=namespace, frozen=True, kw_only=True)
+    )
+
+
+Pack = _with_packers()
+
+
+def _packed(options: _Pack, destination: Path, log: Log) -> dict[str, Any]:
     from paceline.data.packing.pack import Request, pack
     from paceline.recipe.data import Data, check_part
 
@@ -195,26 +212,6 @@ def _packed(options: Pack, destination: Path, log: Log) -> dict[str, Any]:
         "found": already_packed,
         "seconds": time.monotonic() - started,
     }
-
-
-def _packed_text(options: Pack, destination: Path) -> Result:
-    from paceline.data.text.corpus import split_by_name, write_tokens
-    from paceline.data.text.sets.documents import check_some_text, folder_splits, python_documentation
-    from paceline.data.text.tokenizer import open_tokenizer
-
-    skipped = SkippedItems()
-    if options.source == "docs":
-        train, validation = split_by_name(python_documentation(), options.validation_fraction)
-    else:
-        train, validation, _ = folder_splits(Path(options.source), options.validation_fraction, skipped)
-    check_some_text(options.source, train, validation)
-    packed = write_tokens({"train": train, "validation": validation}, open_tokenizer(options.tokenizer), destination)
-    counts = " and ".join(f"{packed.tokens[split]:,} {split}" for split in packed.tokens)
-    documents = counted(sum(packed.documents.values()), "document")
-    lines = [f"note: {sentence}" for sentence in skipped.summaries()]
-    lines.append(f"{destination}: {counts} tokens of {documents}, {format_bytes(packed.size_bytes)}")
-    document = {"destination": str(destination), **dataclasses.asdict(packed), "left_out": skipped.summaries()}
-    return Document(document=document, shown=Shown(blocks=lines))
 
 
 def _lines(document: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from paceline.errors import RecipeError
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
-from paceline.references import is_reference
+from paceline.references import is_reference, is_same_class
 from paceline.registry import built_in
 from paceline.tasks.exportable import Exportable
 from paceline.tasks.task import Task, build_task, task_name
@@ -34,9 +34,10 @@ def trained_task(saved: SavedWeights, *, trust_code: bool) -> TaskMaker:
 
     def make(recipe: Recipe) -> Task:
         tree, where = saved.description("recipe"), str(saved.path)
-        trained = saved.description("data").get("task")
+        trained = saved.description("data").get("task", "")
         # A task given in Python is recorded in the data's description, not in the recipe.
-        if recipe.task in built_in("tasks") and trained not in (None, task_name(build_task(recipe))):
+        is_built_in = recipe.task in built_in("tasks")
+        if is_built_in and trained and not is_same_class(trained, task_name(build_task(recipe))):
             if not is_reference(trained):
                 raise RecipeError(
                     f"the weights in {where} were trained with the task {trained}, which cannot be imported; make it "

@@ -17,10 +17,17 @@ from torch import nn
 
 from paceline.classifier import classifier_layers
 from paceline.errors import ModelError
-from paceline.models.transformers_models import SequenceClassifier
 from paceline.recipe.model import Adapters
 
 _NAMED = 4
+
+
+class PartlyNew(nn.Module):
+    """Inherited by, or mixed into, a network of which more than the last layer may be new."""
+
+    def new_layers(self) -> list[str]:
+        """Return the names of the layers that get no adapters, since published weights may lack them."""
+        raise NotImplementedError
 
 
 def add_adapters(network: nn.Module, adapters: Adapters) -> None:
@@ -80,7 +87,7 @@ def trained_layers(network: nn.Module) -> list[str]:
 
 
 def head_names(network: nn.Module) -> list[str]:
-    """Return the names of the layers that get no adapters: the last one; of a text classifier all that may be new.
+    """Return the names of the layers that get no adapters: the last one, or all that may be new.
 
     Raises:
         ModelError: If there are none.
@@ -88,10 +95,7 @@ def head_names(network: nn.Module) -> list[str]:
     names = classifier_layers(network)
     if not names:
         raise ModelError("model.adapters: this network has no linear classifier to train with them.")
-    if not isinstance(network, SequenceClassifier):
-        return names[-1:]
-    poolers = [name for name, each in network.named_modules() if "pooler" in name and isinstance(each, nn.Linear)]
-    return list(dict.fromkeys((*poolers, *names)))
+    return network.new_layers() if isinstance(network, PartlyNew) else names[-1:]
 
 
 def _is_transposed(module: nn.Module) -> bool:

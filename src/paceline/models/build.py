@@ -30,7 +30,6 @@ from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import small_resnet
 from paceline.models.speed_net import speed_net
 from paceline.models.transfer import zero_classifier
-from paceline.models.transformers_models import PREFIX
 from paceline.plain_json import load_json
 from paceline.recipe.model import OPENING_OPTIONS, Model
 from paceline.registry import installed, load
@@ -179,7 +178,7 @@ def check_published(model: Model) -> bool:
     is_known = timm.is_model(model.name)
     if model.pretrained and is_known and (why := why_no_weights(model.name)):
         raise no_weights(model, why)
-    return is_known or model.name.startswith(PREFIX)
+    return is_known
 
 
 def _is_downloadable(model: Model) -> bool:

@@ -29,6 +29,7 @@ from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import NamedMetrics
 from paceline.plan import DataFacts, Plan
+from paceline.recipe.model import Model as ModelSection
 from paceline.recipe.running import Evaluate
 from paceline.recipe.schema import Recipe
 from paceline.records.events import StepEvent
@@ -176,6 +177,17 @@ class Task(ABC):
     @abstractmethod
     def build_model(self) -> nn.Module:
         """Build the network; called after :meth:`data_facts`, with torch seeded by the recipe's seed."""
+
+    def check_published(self, model: ModelSection) -> bool:
+        """Check, without a download, that published weights can be loaded; False if only loading them can tell.
+
+        Raises:
+            ModelError: If they are neither on this machine nor within reach, or cannot be used.
+        """
+        # Imported only where used: most runs start from their own weights.
+        from paceline.models.build import check_published
+
+        return check_published(model)
 
     def first_weights(self, network: nn.Module) -> None:  # noqa: B027  # most need nothing
         """Set the initial weights that are computed from the training data; by default none.

@@ -32,7 +32,7 @@ from paceline.recipe.load import Overrides, refuse_unused_overrides, set_by, sto
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import encode_json, write_bytes
-from paceline.references import is_reference
+from paceline.references import is_reference, is_same_class
 from paceline.tasks.task import Task, build_task, check_supported, task_name
 from paceline.trainer.evaluate import Evaluator, KeepOptions
 from paceline.trainer.network import place
@@ -242,8 +242,8 @@ def scoring_task(
         # It does not affect the scores, and other data may have fewer images.
         recipe = replace(recipe, data=replace(recipe.data, subset=None))
     task = build_task(recipe)
-    trained, rebuilt = saved.description("data").get("task"), task_name(task)
-    if trained not in (None, rebuilt):
+    trained, rebuilt = saved.description("data").get("task", ""), task_name(task)
+    if trained and not is_same_class(trained, rebuilt):
         raise RecipeError(
             f"the weights in {saved.path} were trained with the task {trained}, but their recipe names {rebuilt}; "
             "score them with task=package.module:name of that task."

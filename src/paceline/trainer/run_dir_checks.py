@@ -55,6 +55,7 @@ from paceline.records.run_directory import (
     write_json,
     write_text,
 )
+from paceline.references import is_same_class
 from paceline.tasks.task import Task, task_name
 from paceline.telemetry.trackers import TRACKERS
 from paceline.world import World
@@ -577,7 +578,7 @@ def check_same_task(run_dir: Path | None, task: Task) -> None:
     if run_dir is None or not has_trained(directory := RunDirectory(run_dir)):
         return
     before, now = reader.read_plan_to_resume(directory)["data"].get("task"), task_name(task)
-    if before != now:
+    if not is_same_class(str(before), now):
         raise RunDirectoryError(_FIXED_DATA["task"].format(where=f"'{run_dir}'", before=before, now=now) + ".")
 
 
@@ -630,11 +631,13 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
     for key, message in _FIXED_DATA.items():
         # Very large data sets have no digest of their content.
         is_known = key != "content_digest" or (key in old_facts and key in new_facts)
-        if is_known and old_facts.get(key) != new_facts.get(key):
+        old_fact, new_fact = old_facts.get(key), new_facts.get(key)
+        is_moved = key == "task" and is_same_class(str(old_fact), str(new_fact))
+        if is_known and old_fact != new_fact and not is_moved:
             problem = message.format(
                 where=where,
-                before=old_facts.get(key),
-                now=new_facts.get(key),
+                before=old_fact,
+                now=new_fact,
                 pixels=request.plan.reasons.get("data.content_digest", "other pixels"),
                 teacher=request.recipe.distillation.teacher,
             )

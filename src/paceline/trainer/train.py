@@ -18,7 +18,6 @@ from paceline.checkpoint.weights import check_target
 from paceline.data.pipeline import Placement
 from paceline.distributed.environment import Launch, read_launch
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, TrainingError
-from paceline.models.build import check_published
 from paceline.models.transfer import adapt
 from paceline.optim.build import build_optimizer
 from paceline.plan import Plan
@@ -142,7 +141,7 @@ def plan_only(
     network = subject.shapes
     is_built = sum(each.numel() for each in network.parameters()) <= _MAX_BUILT
     if is_built:  # a larger one is planned without values
-        if begins and recipe.model.pretrained and not check_published(recipe.model):
+        if begins and recipe.model.pretrained and not task.check_published(recipe.model):
             task.recipe = replace(task.recipe, model=recipe.model)
         network = task.build_model()
         task.check_network(network)

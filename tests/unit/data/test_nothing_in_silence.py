@@ -19,10 +19,10 @@ import pytest
 from image_sets import opened_set
 
 from paceline.data.image.dataset import Problems
-from paceline.data.text.sets.documents import open_text
 from paceline.files import SkippedItems
 from paceline.prediction.sources import members, pictures_of
 from paceline.recipe.data import Data
+from paceline_text.sets.documents import open_text
 
 STEMS = ("a", "b", "7.5_cm", "v1.2.3", "UPPER", "a b", "ünï", os.fsdecode(b"caf\xe9"))
 OTHERS = ("avif", "md", "mp4", "txt.gz", "d")

@@ -23,9 +23,9 @@ from paceline.recipe.load import load_recipe
 from paceline.recipe.named_code import named_code
 from paceline.references import trusting_code
 from paceline.tasks.image_classification import ImageClassification
-from paceline.tasks.text_classification import TextClassification
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.world import World
+from paceline_text.text_classification import TextClassification
 
 Make = Callable[..., Any]
 F1 = {"name": "torchmetrics.classification:MulticlassF1Score", "num_classes": 10, "average": "macro"}

@@ -15,7 +15,7 @@ from torch import nn
 from paceline.checkpoint.weights import merge_adapters, read_weights
 from paceline.errors import ModelError, RecipeError
 from paceline.inference.predict import load_predictor
-from paceline.models.adapters import add_adapters, head_names
+from paceline.models.adapters import PartlyNew, add_adapters, head_names
 from paceline.models.transfer import adapt
 from paceline.recipe.load import load_recipe
 from paceline.recipe.model import Adapters, Model
@@ -210,6 +210,18 @@ def test_adapters_need_a_classifier() -> None:
     assert head_names(Mixed()) == ["head"]
     with pytest.raises(ModelError, match="no linear classifier"):
         head_names(nn.Sequential(nn.Conv2d(1, 1, 1)))
+
+
+def test_a_network_may_say_which_of_its_layers_are_new() -> None:
+    class Pooled(PartlyNew):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.pooler, self.head = (nn.Linear(4, 4) for _ in range(3))
+
+        def new_layers(self) -> list[str]:
+            return ["pooler", "head"]
+
+    assert head_names(Pooled()) == ["pooler", "head"]
 
 
 def test_more_is_said_of_adapters_that_are_not_there(train_tiny: Callable[..., Any]) -> None:

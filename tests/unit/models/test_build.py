@@ -26,10 +26,10 @@ from paceline.models.build import (
     parameter_count,
     published_settings,
 )
-from paceline.models.language import build_language_model
 from paceline.models.small_resnet import small_resnet
 from paceline.recipe.model import Model
 from paceline_recsys.networks import build_click_model
+from paceline_text.models import build_language_model
 
 NETWORKS = ("squeezenet1_1", "googlenet", "resnet18")
 OWN = """

@@ -11,8 +11,8 @@ from torch import nn
 
 from paceline.models.build import build_model
 from paceline.models.deferred import NotDeferrableError, build_deferred, tensors_of
-from paceline.models.language import build_language_model
 from paceline.recipe.model import Model
+from paceline_text.models import build_language_model
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY_LLAMA = {**TINY, "intermediate_size": 24, "num_key_value_heads": 1}

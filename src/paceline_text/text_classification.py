@@ -16,21 +16,23 @@ from paceline.data.batch import Batch
 from paceline.data.class_balance import SampleClasses
 from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
-from paceline.data.text.corpus import StoredCorpus, without_text
-from paceline.data.text.pipeline import padded, padding
-from paceline.data.text.sets.labelled import LabelledTexts, open_labelled
-from paceline.data.text.tokenizer import TokenIds, refuse_other_tokenizer
 from paceline.dataset_registry import DatasetNames
 from paceline.escaping import one_form
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import absent_classes
-from paceline.models.language import build_text_classifier
 from paceline.plan import DataFacts
+from paceline.recipe.model import Model as ModelSection
 from paceline.recipe.unused import all_but
 from paceline.tasks.class_losses import ClassificationLoss, rank_of_target
 from paceline.tasks.task import Model, Task
 from paceline.world import World
+from paceline_text.corpus import StoredCorpus, without_text
+from paceline_text.models import build_text_classifier
+from paceline_text.pipeline import padded, padding
+from paceline_text.sets.labelled import LabelledTexts, open_labelled
+from paceline_text.tokenizer import TokenIds, refuse_other_tokenizer
+from paceline_text.transformers_models import PREFIX
 
 if TYPE_CHECKING:
     from paceline.prediction.predictor import Predictor
@@ -148,6 +150,10 @@ class TextClassification(Task):
         """
         self._loss.check(len(self.dataset.classes), placement.device)
 
+    def check_published(self, model: ModelSection) -> bool:
+        """Return whether this is a network of Transformers, whose weights only training loads."""
+        return model.name.startswith(PREFIX)
+
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
         """Return the recipe's loss, the mean over the micro-batch's texts."""
         return self._loss(_logits(model, batch), batch.targets, batch.slice.mean_class_weight)
@@ -192,13 +198,13 @@ class TextClassification(Task):
     def predictor(self, saved: SavedWeights, device: torch.device) -> Predictor:
         """Return what classifies texts."""
         # Imported only where used: training needs none of it.
-        from paceline.tasks.text_answers import TextLabeller
+        from paceline_text.answers import TextLabeller
 
         return TextLabeller(saved, self.trained(saved, device), self.dataset.tokenizer, device, self.recipe.data.text)
 
     def exportable(self, saved: SavedWeights, target: str) -> Exportable:
         """Return the network with its inputs: tokens, and which of them are padding."""
-        from paceline.tasks.text_answers import MASK, exportable_text
+        from paceline_text.answers import MASK, exportable_text
 
         return exportable_text(saved, self.trained(saved), MASK)
 

@@ -23,14 +23,14 @@ from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import load_predictor, open_predictor
 from paceline.metrics.confusion import scores_by_class
 from paceline.models.adapters import trained_layers
-from paceline.models.language import build_text_classifier
 from paceline.models.transfer import adapt
 from paceline.recipe.load import load_recipe
 from paceline.recipe.model import Adapters, Model
-from paceline.tasks.text_classification import TextClassification
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World
+from paceline_text.models import build_text_classifier
+from paceline_text.text_classification import TextClassification
 
 Make = Callable[..., Any]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.data.tables import FORMATS, Table, TableFile, TableFiles, by_split, choose_splits, find_files
-from paceline.data.text.corpus import Split, split_by_name
 from paceline.errors import DataError
 from paceline.files import SkippedItems, has_extension, visible_entries
 from paceline.recipe.data import Data
+from paceline_text.corpus import Split, split_by_name
 
 ENDINGS = tuple(f".{each}" for each in FORMATS)
 _PLAIN = tuple(each for each in FORMATS if each != "parquet")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paceline.errors import ModelError
-from paceline.models.language import Transformer, build_language_model
 from paceline.recipe.model import Model
+from paceline_text.models import Transformer, build_language_model
 
 SMALL = {"depth": 2, "width": 16, "heads": 2}
 OPTIONS = [

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.data.text.corpus import IGNORED_TARGET
-from paceline.data.text.pipeline import Masking, masked_count
+from paceline_text.corpus import IGNORED_TARGET
+from paceline_text.pipeline import Masking, masked_count
 
 MASKING = Masking(seed=3, fraction=0.15, mask=257, vocabulary=259, context=64)
 TOKENS = np.arange(64, dtype=np.int64)

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from paceline.errors import ModelError
 from paceline.models.factories import call_factory, check_options, mix_in, named_factory, unknown_model
-from paceline.models.transformers_models import (
+from paceline.recipe.model import Model
+from paceline_text.transformers_models import (
     PREFIX,
     WHAT,
     Objective,
     build_transformers_classifier,
     build_transformers_model,
 )
-from paceline.recipe.model import Model
 
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 Norm = Literal["rms", "layer"]

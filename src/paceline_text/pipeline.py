@@ -27,8 +27,8 @@ from paceline.data.balance import SampleLengths
 from paceline.data.pipeline import Placement, SimplePipeline
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleSlice
-from paceline.data.text.corpus import IGNORED_TARGET, StoredCorpus
-from paceline.data.text.tokenizer import TokenIds, Tokenizer
+from paceline_text.corpus import IGNORED_TARGET, StoredCorpus
+from paceline_text.tokenizer import TokenIds, Tokenizer
 
 # Held-out samples are masked identically in every run and epoch, independently of a run's seed.
 EVALUATION_SEED = 0x6D61736B

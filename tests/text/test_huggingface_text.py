@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from paceline.data.text.sets.documents import open_text
 from paceline.errors import DataError
 from paceline.recipe.data import Data, Text
+from paceline_text.sets.documents import open_text
 
 ROWS = ["one\n", "two é", "", "three", None, *(f"document {number}" for number in range(30))]
 

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.text.corpus import StoredCorpus, TextDataset, stored
-from paceline.data.text.sets.documents import assumed_text
-from paceline.data.text.tables import Row, read_table
-from paceline.data.text.tokenizer import HuggingFaceTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 from paceline.files import SkippedItems
 from paceline.recipe.data import Data
+from paceline_text.corpus import StoredCorpus, TextDataset, stored
+from paceline_text.sets.documents import assumed_text
+from paceline_text.tables import Row, read_table
+from paceline_text.tokenizer import HuggingFaceTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 
 BoolArray = NDArray[np.bool_]
 _COLUMNS = (("messages",), ("prompt", "answer"), ("prompt", "completion"))

@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.image.dataset import stratified_split
-from paceline.data.text.tokenizer import TokenIds, Tokenizer, text_digest, tokenizer_from
 from paceline.errors import DataError
 from paceline.files import refuse_special_inputs
 from paceline.plain_json import load_json
+from paceline_text.tokenizer import TokenIds, Tokenizer, text_digest, tokenizer_from
 
 IGNORED_TARGET = -100
 """Target value that torch's cross-entropy ignores."""

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.text.pipeline import padded
-from paceline.data.text.tokenizer import MASK_WORDS, HuggingFaceTokenizer, TokenIds, Tokenizer
 from paceline.errors import DataError, NotFiniteError, RecipeError
 from paceline.files import SkippedItems, has_extension, refuse_special_inputs
-from paceline.metrics.entities import entities_in, entity_types
 from paceline.plain_json import load_json
 from paceline.prediction.predictor import GENERATION, NOT_FINITE, Answer, Predictor, Prepared, Prompt, Reply
 from paceline.prediction.sources import PictureFile
 from paceline.recipe.data import Text
 from paceline.tasks.exportable import Exportable, Input
+from paceline_text.entities import entities_in, entity_types
+from paceline_text.pipeline import padded
+from paceline_text.tokenizer import MASK_WORDS, HuggingFaceTokenizer, TokenIds, Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from paceline.classifier import classifier_layers
 from paceline.errors import ModelError, did_you_mean
+from paceline.models.adapters import PartlyNew
 from paceline.models.factories import mix_in
 from paceline.plain_json import load_json
 from paceline.recipe.model import OPENING_OPTIONS, Model
@@ -184,7 +186,7 @@ class LanguageModel(nn.Module):
         )
 
 
-class SequenceClassifier(nn.Module):
+class SequenceClassifier(PartlyNew):
     """Mixed into a network's class: parameters, names and copies stay unchanged; only the call signature differs.
 
     Attributes:
@@ -198,6 +200,11 @@ class SequenceClassifier(nn.Module):
     config_keys: dict[str, Any]
     arguments: frozenset[str]
     objective: Objective
+
+    def new_layers(self) -> list[str]:
+        """Return the names of the classifier's layers, and of the pooling layers, which language models lack."""
+        poolers = [name for name, each in self.named_modules() if "pooler" in name and isinstance(each, nn.Linear)]
+        return list(dict.fromkeys((*poolers, *classifier_layers(self))))
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """Return the logits of each text, [N, classes], or of each token, [N, T, classes].

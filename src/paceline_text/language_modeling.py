@@ -18,8 +18,19 @@ from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights
-from paceline.data.text.corpus import IGNORED_TARGET, StoredCorpus, TextDataset, without_text
-from paceline.data.text.pipeline import (
+from paceline.dataset_registry import DatasetNames
+from paceline.errors import DataError, ModelError
+from paceline.files import SkippedItems
+from paceline.metrics.accumulator import Collector, Metric, exact_sum
+from paceline.plan import DataFacts
+from paceline.recipe.model import Model as ModelSection
+from paceline.recipe.schema import Recipe
+from paceline.recipe.unused import all_but
+from paceline.tasks.task import Model, Task
+from paceline.world import World
+from paceline_text.corpus import IGNORED_TARGET, StoredCorpus, TextDataset, without_text
+from paceline_text.models import build_language_model, is_causal
+from paceline_text.pipeline import (
     EVALUATION_SEED,
     Masking,
     RowTable,
@@ -31,19 +42,9 @@ from paceline.data.text.pipeline import (
     single_rows,
     target_count,
 )
-from paceline.data.text.sets.documents import open_text
-from paceline.data.text.tokenizer import refuse_other_tokenizer
-from paceline.dataset_registry import DatasetNames
-from paceline.errors import DataError, ModelError
-from paceline.files import SkippedItems
-from paceline.metrics.accumulator import Collector, Metric, exact_sum
-from paceline.models.language import build_language_model, is_causal
-from paceline.models.transformers_models import takes_documents
-from paceline.plan import DataFacts
-from paceline.recipe.schema import Recipe
-from paceline.recipe.unused import all_but
-from paceline.tasks.task import Model, Task
-from paceline.world import World
+from paceline_text.sets.documents import open_text
+from paceline_text.tokenizer import refuse_other_tokenizer
+from paceline_text.transformers_models import PREFIX, takes_documents
 
 if TYPE_CHECKING:
     from paceline.prediction.predictor import Predictor
@@ -185,6 +186,10 @@ class LanguageModeling(Task):
                 f"model{'' if self._is_masked else ', or data.text.rows=chunked'}."
             )
 
+    def check_published(self, model: ModelSection) -> bool:
+        """Return whether this is a network of Transformers, whose weights only training loads."""
+        return model.name.startswith(PREFIX)
+
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
         """Return the mean cross-entropy in nats over the predicted tokens."""
         logits, targets = _logits(model, batch), batch.targets
@@ -224,13 +229,13 @@ class LanguageModeling(Task):
     def predictor(self, saved: SavedWeights, device: torch.device) -> Predictor:
         """Return what continues prompts, or fills in their masked tokens."""
         # Imported only where used: training needs none of it.
-        from paceline.tasks.text_answers import TextPredictor
+        from paceline_text.answers import TextPredictor
 
         return TextPredictor(saved, self.trained(saved, device), self.dataset.tokenizer, device)
 
     def exportable(self, saved: SavedWeights, target: str) -> Exportable:
         """Return the network with its inputs: tokens."""
-        from paceline.tasks.text_answers import exportable_text
+        from paceline_text.answers import exportable_text
 
         return exportable_text(saved, self.trained(saved))
 

@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 
 from paceline.data.labels import are_unlabelled, number_rows, odd_class_names
 from paceline.data.tables import find_column
-from paceline.data.text.corpus import (
+from paceline.dataset_registry import dataset, open_dataset
+from paceline.errors import DataError
+from paceline.escaping import one_form, utf8
+from paceline.files import SkippedItems
+from paceline.plain_json import load_json
+from paceline.recipe.data import Data
+from paceline_text.corpus import (
     IGNORED_TARGET,
     Split,
     StoredCorpus,
@@ -24,15 +30,9 @@ from paceline.data.text.corpus import (
     split_by_name,
     stored,
 )
-from paceline.data.text.sets.documents import python_documentation
-from paceline.data.text.tables import ENDINGS, Row, TextTable, read_table
-from paceline.data.text.tokenizer import TokenIds, Tokenizer, open_tokenizer, text_digest
-from paceline.dataset_registry import dataset, open_dataset
-from paceline.errors import DataError
-from paceline.escaping import one_form, utf8
-from paceline.files import SkippedItems
-from paceline.plain_json import load_json
-from paceline.recipe.data import Data
+from paceline_text.sets.documents import python_documentation
+from paceline_text.tables import ENDINGS, Row, TextTable, read_table
+from paceline_text.tokenizer import TokenIds, Tokenizer, open_tokenizer, text_digest
 
 # Topics of `help()` by what they explain.
 _KINDS = {

@@ -12,8 +12,8 @@ from torch import nn
 
 from paceline.errors import ModelError
 from paceline.models.recompute import recompute_blocks
-from paceline.models.transformers_models import Objective, build_transformers_model, takes_documents
 from paceline.recipe.model import Model
+from paceline_text.transformers_models import Objective, build_transformers_model, takes_documents
 
 TINY: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 KINDS: dict[str, tuple[Objective, dict[str, Any]]] = {

@@ -17,16 +17,6 @@ import numpy as np
 
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.data.tables import TableFile, choose_splits, file_problem, find_files, require_pyarrow
-from paceline.data.text.corpus import (
-    MANIFEST,
-    Documents,
-    StoredCorpus,
-    TextDataset,
-    encoded,
-    open_tokens,
-    split_by_name,
-)
-from paceline.data.text.tokenizer import ByteTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.dataset_registry import dataset, open_dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
@@ -40,6 +30,16 @@ from paceline.files import (
     visible_entries,
 )
 from paceline.recipe.data import Data, Text
+from paceline_text.corpus import (
+    MANIFEST,
+    Documents,
+    StoredCorpus,
+    TextDataset,
+    encoded,
+    open_tokens,
+    split_by_name,
+)
+from paceline_text.tokenizer import ByteTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 
 
 def _texts_of(opened: TableFile, column: str) -> list[tuple[Any, ...]]:

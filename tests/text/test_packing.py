@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.text.pipeline import packed_rows
+from paceline_text.pipeline import packed_rows
 
 
 @given(

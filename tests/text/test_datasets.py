@@ -16,11 +16,11 @@ from tiny_text import tokenizer_folder
 
 from paceline.cli.derive import click_command
 from paceline.cli.pack import Pack
-from paceline.data.text.corpus import TextDataset, held_out, open_tokens, write_tokens
-from paceline.data.text.sets.documents import open_text, python_documentation
-from paceline.data.text.tokenizer import ByteTokenizer, open_tokenizer
 from paceline.errors import DataError
 from paceline.recipe.data import Data
+from paceline_text.corpus import TextDataset, held_out, open_tokens, write_tokens
+from paceline_text.sets.documents import open_text, python_documentation
+from paceline_text.tokenizer import ByteTokenizer, open_tokenizer
 
 BYTES = ByteTokenizer()
 

@@ -12,21 +12,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from paceline.checkpoint.format import write_tensor_file
 from paceline.checkpoint.weights import read_weights
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
-from paceline.data.text.corpus import IGNORED_TARGET
-from paceline.data.text.pipeline import EVALUATION_SEED, Masking, chunked_rows
 from paceline.errors import PacelineError
 from paceline.inference.predict import open_predictor
-from paceline.models.language import build_language_model
+from paceline.inference.trained import open_exportable
 from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
-from paceline.tasks.language_modeling import LanguageModeling
-from paceline.tasks.text_answers import Sampling, TextPredictor
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World
+from paceline_text.answers import Sampling, TextPredictor
+from paceline_text.corpus import IGNORED_TARGET
+from paceline_text.language_modeling import LanguageModeling
+from paceline_text.models import build_language_model
+from paceline_text.pipeline import EVALUATION_SEED, Masking, chunked_rows
 
 Make = Callable[..., Any]
 
@@ -257,3 +259,26 @@ def test_chunks_of_the_plan_are_the_corpus_s(recipe: Path) -> None:
     plan = plan_only(load_recipe(recipe))
     assert (plan.train_samples, plan.data["tokens"]) == (len(table), int(table.tokens.sum()))
     assert plan.data["digest"] == task.dataset.digest
+
+
+def test_runs_and_weights_that_record_a_former_home_of_the_task(train: Make, tmp_path: Path) -> None:
+    now, before = "paceline_text.language_modeling:", "paceline.tasks.language_modeling:"
+    whole, cut = train("whole"), train("cut", {"train.until": "4 steps"})
+    plan = cut.run_dir / "plan.json"
+    assert now in plan.read_text()
+    plan.write_text(plan.read_text().replace(now, before))
+    assert train("cut").summary.weights_sha256 == whole.summary.weights_sha256
+
+    saved = read_weights(whole.run_dir)
+    weights = tmp_path / "weights.safetensors"
+    write_tensor_file(weights, saved.state, {**saved.metadata, "data": saved.metadata["data"].replace(now, before)})
+    moved = read_weights(weights)
+    assert moved.description("data")["task"] == f"{before}LanguageModeling"
+    cpu = torch.device("cpu")
+    text = [
+        list(open_predictor(each, device=cpu).write("the", Sampling(tokens=9))) for each in (whole.run_dir, weights)
+    ]
+    assert text[0] == text[1]
+    scores = [evaluate_target(EvaluationRequest(target=each)).metrics for each in (whole.run_dir, weights)]
+    assert scores[0] == scores[1]
+    assert open_exportable(moved, trust_code=False, target="onnx").kind == "tokens"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.text.corpus import IGNORED_TARGET, StoredCorpus
-from paceline.data.text.pipeline import RowTable, chunked_rows, read_row, single_rows
+from paceline_text.corpus import IGNORED_TARGET, StoredCorpus
+from paceline_text.pipeline import RowTable, chunked_rows, read_row, single_rows
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=0, max_size=8)
 

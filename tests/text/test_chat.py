@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from tiny_text import chats, tokenizer_folder, write_lines
 
-from paceline.data.text.corpus import IGNORED_TARGET, TextDataset
-from paceline.data.text.pipeline import packed_rows, read_row, single_rows, target_count
-from paceline.data.text.sets.documents import open_text
-from paceline.data.text.tokenizer import HuggingFaceTokenizer, open_tokenizer
 from paceline.errors import DataError
 from paceline.recipe.data import Data, Text
+from paceline_text.corpus import IGNORED_TARGET, TextDataset
+from paceline_text.pipeline import packed_rows, read_row, single_rows, target_count
+from paceline_text.sets.documents import open_text
+from paceline_text.tokenizer import HuggingFaceTokenizer, open_tokenizer
 
 PAIRS = [
     {"prompt": "2 + 2 = ", "answer": "4"},

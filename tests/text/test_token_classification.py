@@ -26,21 +26,21 @@ from paceline.cli.main import run as run_command_line
 from paceline.cli.predict import Predict
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
-from paceline.data.text.sets.labelled import open_labelled
-from paceline.data.text.tokenizer import ByteTokenizer, open_tokenizer
 from paceline.errors import DataError, PacelineError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import open_predictor
-from paceline.metrics.entities import EntityScores
 from paceline.recipe.data import Data, Text
 from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
-from paceline.tasks.text_answers import TextLabeller
-from paceline.tasks.token_classification import TokenClassification, entity_counts, entity_names, entity_types
 from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World
 from paceline_advisor.memory.estimate import estimate_memory
+from paceline_text.answers import TextLabeller
+from paceline_text.entities import EntityScores
+from paceline_text.sets.labelled import open_labelled
+from paceline_text.token_classification import TokenClassification, entity_counts, entity_names, entity_types
+from paceline_text.tokenizer import ByteTokenizer, open_tokenizer
 
 Make = Callable[..., Any]
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from paceline.data.text.tokenizer import Tokenizer, open_tokenizer, tokenizer_from
 from paceline.errors import DataError
+from paceline_text.tokenizer import Tokenizer, open_tokenizer, tokenizer_from
 
 CORPUS = [
     "the cat sat on the mat",

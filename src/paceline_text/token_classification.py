@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Batch, Nested
 from paceline.data.slices import SampleWeights
-from paceline.data.text.corpus import IGNORED_TARGET, StoredCorpus
-from paceline.data.text.tokenizer import TokenIds
 from paceline.metrics.accumulator import Collector, Metric
-from paceline.metrics.entities import ENTITY_METRICS, IOB2, EntityScores, entity_counts, entity_names, entity_types
 from paceline.plan import DataFacts
 from paceline.tasks.task import Model, Task
-from paceline.tasks.text_classification import TextClassification
 from paceline.world import World
+from paceline_text.corpus import IGNORED_TARGET, StoredCorpus
+from paceline_text.entities import ENTITY_METRICS, IOB2, EntityScores, entity_counts, entity_names, entity_types
+from paceline_text.text_classification import TextClassification
+from paceline_text.tokenizer import TokenIds
 
 if TYPE_CHECKING:
     from paceline.prediction.predictor import Predictor
@@ -99,7 +99,7 @@ class TokenClassification(TextClassification):
     def predictor(self, saved: SavedWeights, device: torch.device) -> Predictor:
         """Return what tags the words of texts."""
         # Imported only where used: training needs none of it.
-        from paceline.tasks.text_answers import WordTagger
+        from paceline_text.answers import WordTagger
 
         return WordTagger(saved, self.trained(saved, device), self.dataset.tokenizer, device, self.recipe.data.text)
 

@@ -16,11 +16,11 @@ from hypothesis import given, settings, strategies
 from tiny_text import reviews, tokenizer_folder, write_lines
 
 from paceline.data.labels import as_label
-from paceline.data.text.corpus import split_by_class
-from paceline.data.text.sets.labelled import LabelledTexts, open_labelled
-from paceline.data.text.tables import Row
 from paceline.errors import DataError
 from paceline.recipe.data import Data, Text
+from paceline_text.corpus import split_by_class
+from paceline_text.sets.labelled import LabelledTexts, open_labelled
+from paceline_text.tables import Row
 
 ROWS = reviews(30)
 

@@ -1,0 +1,13 @@
+"""Formats of `paceline export` for networks of Transformers."""
+
+from __future__ import annotations
+
+from paceline.inference.formats import Format
+
+TRANSFORMERS = Format(
+    writer="paceline_text.export:write_transformers",
+    reader="Transformers",
+    phrase="one that from_pretrained opens",
+    place=1,
+)
+PEFT = Format(writer="paceline_text.export:write_peft", reader="peft", phrase="low-rank adapters alone", place=2)
