@@ -35,6 +35,7 @@ from blake3 import blake3
 from hardware import spread, write_result
 from torch import nn
 
+from paceline.checkpoint.durable import size_of
 from paceline.checkpoint.state import OptimizerComponent, Registry
 from paceline.checkpoint.store import CheckpointStore
 from paceline.units import format_bytes
@@ -137,7 +138,7 @@ def measure(case: str, runs: int, rest_seconds: float, directory: Path) -> dict[
         started = time.perf_counter()
         states = registry.snapshot()
         pause = time.perf_counter() - started
-        size = store.save(run, states, {}).size_bytes
+        size = size_of(store.save(run, states, {}))
         total = time.perf_counter() - started
         store.prune(keep=1)
         if run:  # the first of each makes memory and files

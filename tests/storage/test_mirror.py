@@ -40,7 +40,7 @@ class Home:
         components = {"model": {"weight": torch.full((3, 4), float(step))}, "progress": {"step": step}}
         saved = self.store.save(step, components, {"position": step}, replace=True)
         sizes = {name: (self.root / name).stat().st_size for name in ("events.jsonl", "ledger/rank-00000.ids")}
-        return LocalCheckpoint(step=step, path=saved.path, growing=sizes, small=("recipe.yaml",), best=best)
+        return LocalCheckpoint(step=step, path=saved, growing=sizes, small=("recipe.yaml",), best=best)
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def copying(s3: Any, quick: None, tmp_path: Path) -> Iterator[Call]:
 def saved(root: Path, step: int) -> LocalCheckpoint:
     (root / "recipe.yaml").write_text("seed: 1\n")
     store = CheckpointStore(root / "checkpoints")
-    path = store.save(step, {"model": {"weight": torch.full((2, 2), float(step))}}, {"position": step}).path
+    path = store.save(step, {"model": {"weight": torch.full((2, 2), float(step))}}, {"position": step})
     return LocalCheckpoint(step=step, path=path, growing={}, small=("recipe.yaml",))
 
 

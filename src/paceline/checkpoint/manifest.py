@@ -78,11 +78,6 @@ class Manifest:
     facts: Mapping[str, Any]
     components: Mapping[str, ComponentEntry]
 
-    @property
-    def size_bytes(self) -> int:
-        """Total size of the component files; the manifest itself is not counted."""
-        return sum(file.size_bytes for entry in self.components.values() for file in entry.files.values())
-
     def to_bytes(self) -> bytes:
         """Write the manifest as JSON with its own digest."""
         content = {
@@ -287,8 +282,9 @@ def read_components(
         elif entry.tensors:
             tensors = _read_tensors(path, name, entry).tensors
         file = f"{name}.json"
-        text = _read_checked(path, file, entry.files[file])
         with _naming(path, file):
+            text = read_regular_file(path / file)
+            _compare(FileFacts.of(text), entry.files[file])
             try:
                 structure = load_json(text)
             except ValueError as error:
@@ -333,13 +329,6 @@ def _read_tensors(path: Path, name: str, entry: ComponentEntry) -> TensorFile:
 
     with _naming(path, entry.tensor_files[0] if len(entry.tensor_files) == 1 else name):
         return TensorFile(assemble(entry.tensors, files()), metadata)
-
-
-def _read_checked(path: Path, name: str, facts: FileFacts) -> bytearray:
-    with _naming(path, name):
-        content = read_regular_file(path / name)
-        _compare(FileFacts.of(content), facts)
-        return content
 
 
 def _compare(found: FileFacts, expected: FileFacts) -> None:

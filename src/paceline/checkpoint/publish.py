@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from paceline.recipe.load import recipe_digest, to_yaml
+from paceline.recipe.load import to_yaml
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import Identity, RunDirectory, write_identity, write_text
 from paceline.units import TimeSpan, format_seconds
-from paceline.version import __version__
 
 if TYPE_CHECKING:  # so that a thread that writes needs no torch
     from paceline.checkpoint.state import State
@@ -42,11 +41,12 @@ class BackgroundWriter(Generic[T]):
 
     Attributes:
         cancelled: Set to make a save stop waiting for other processes.
+        pending: The save that was not waited for yet, if any.
     """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
-        self._pending: Future[T] | None = None
+        self.pending: Future[T] | None = None
         self.cancelled = threading.Event()
 
     def submit(self, save: Callable[[], T]) -> None:
@@ -55,33 +55,28 @@ class BackgroundWriter(Generic[T]):
         Raises:
             RuntimeError: If the previous save is not finished: both would write from the same copy of the state.
         """
-        if self._pending is not None:
+        if self.pending is not None:
             raise RuntimeError("a save is still under way")
-        self._pending = self._thread.submit(save)
+        self.pending = self._thread.submit(save)
 
     @property
     def is_busy(self) -> bool:
         """Whether a save is in progress; never waits."""
-        return self._pending is not None and not self._pending.done()
+        return self.pending is not None and not self.pending.done()
 
     @property
     def has_failed(self) -> bool:
         """Whether the current save has ended with an error; never waits."""
-        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+        return self.pending is not None and self.pending.done() and self.pending.exception() is not None
 
     def is_over(self, *, within_seconds: float) -> bool:
         """Wait for the current save with a timeout; return whether it has ended. Its error is kept for later."""
-        return self._pending is None or bool(wait_for([self._pending], within_seconds).done)
+        return self.pending is None or bool(wait_for([self.pending], within_seconds).done)
 
     def raise_if_failed(self) -> None:
         """Raise the error of a failed save; never waits, and keeps the error."""
-        if self.has_failed and self._pending is not None:
-            self._pending.result()
-
-    @property
-    def pending(self) -> Future[T] | None:
-        """The save that was not waited for yet, if any."""
-        return self._pending
+        if self.has_failed and self.pending is not None:
+            self.pending.result()
 
     def wait(self) -> T | None:
         """Wait for the current save and return its result, once; None if there is none.
@@ -89,7 +84,7 @@ class BackgroundWriter(Generic[T]):
         Raises:
             Exception: The save's own error.
         """
-        pending, self._pending = self._pending, None
+        pending, self.pending = self.pending, None
         return None if pending is None else pending.result()
 
     def close(self) -> None:
@@ -223,38 +218,29 @@ class Subscriber(Protocol):
         """Receive a checkpoint that is durable; must not wait."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Publisher:
     """Publishes the checkpoints of one run; older ones are pruned.
 
-    Args:
+    Attributes:
         store: The run's checkpoints.
         directory: The run directory; its ``run.json`` and ``recipe.yaml`` are written again if they were lost.
-        identity: The run's identity.
-        recipe: Its recipe.
+        recipe: The run's recipe.
+        facts: Facts about the run, for each manifest; ``run`` is its identity.
         file_metadata: Metadata for each weights file.
-        cadence: Receives the time that a checkpoint took.
-        subscribers: Learn of each checkpoint.
-
-    Attributes:
-        store: As given.
+        cadence: Decides when a checkpoint is due by time.
         patience_seconds: How long processes wait for one another.
+        subscribers: Learn of each checkpoint.
     """
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        directory: RunDirectory,
-        identity: str,
-        recipe: Recipe,
-        file_metadata: Mapping[str, str],
-        cadence: Cadence,
-        subscribers: Sequence[Subscriber],
-    ) -> None:
-        self.store = store
-        self.patience_seconds = recipe.parallel.timeout.seconds
-        self._directory, self._identity, self._recipe = directory, identity, recipe
-        self._file_metadata, self._cadence, self._subscribers = file_metadata, cadence, subscribers
-        self._facts = {"version": __version__, "run": identity, "recipe_sha256": recipe_digest(recipe)}
+    store: CheckpointStore
+    directory: RunDirectory
+    recipe: Recipe
+    facts: Mapping[str, str]
+    file_metadata: Mapping[str, str]
+    cadence: Cadence
+    patience_seconds: float
+    subscribers: Sequence[Subscriber]
 
     def publish(
         self,
@@ -280,23 +266,22 @@ class Publisher:
             CheckpointError: If it could not be written; existing checkpoints are untouched.
             RunDirectoryError: If the run directory was moved or removed.
         """
-        start, directory = time.perf_counter(), self._directory
-        facts = {**self._facts, **facts}
+        start, directory = time.perf_counter(), self.directory
+        facts = {**self.facts, **facts}
         if sharded is not None and sharded.rank:
-            self.store.write_shard(step, states, facts, file_metadata=self._file_metadata, sharded=sharded)
+            self.store.write_shard(step, states, facts, file_metadata=self.file_metadata, sharded=sharded)
             return
         directory.check_in_place()
-        saved = self.store.save(step, states, facts, replace=True, file_metadata=self._file_metadata, sharded=sharded)
+        path = self.store.save(step, states, facts, replace=True, file_metadata=self.file_metadata, sharded=sharded)
         directory.check_in_place()
-        write_identity(directory, Identity(self._identity, has_checkpoint=True))
+        write_identity(directory, Identity(self.facts["run"], has_checkpoint=True))
         if not directory.recipe.exists():  # removed during training: without it, the run cannot be resumed
             directory.check_in_place()  # or the complete directory was moved
-            write_text(directory.recipe, to_yaml(self._recipe))
-        protect = [*self.store.name_best(best), *(step for each in self._subscribers for step in each.needed)]
-        self.store.prune(keep=self._recipe.checkpoint.keep, protect=protect)
-        growing, small = records
-        for each in self._subscribers:
+            write_text(directory.recipe, to_yaml(self.recipe))
+        protect = [*self.store.name_best(best), *(step for each in self.subscribers for step in each.needed)]
+        self.store.prune(keep=self.recipe.checkpoint.keep, protect=protect)
+        for each in self.subscribers:
             each.submit(
-                LocalCheckpoint(step=step, path=saved.path, growing=growing, small=small, best=self.store.read_best())
+                LocalCheckpoint(step=step, path=path, growing=records[0], small=records[1], best=self.store.read_best())
             )
-        self._cadence.record_write(time.perf_counter() - start)
+        self.cadence.record_write(time.perf_counter() - start)

@@ -74,21 +74,11 @@ Files = dict[str, dict[str, FileFacts]]
 
 
 @dataclass(frozen=True)
-class SavedCheckpoint:
-    """A checkpoint that is now durable, with its size and the seconds that the save took."""
-
-    path: Path
-    step: int
-    size_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class DamagedCheckpoint:
     """A directory with a checkpoint's name that does not verify, and the reason."""
 
     path: Path
-    step: int | None
+    step: int
     reason: str
 
 
@@ -163,21 +153,6 @@ class CheckpointPayload:
                 files[f"{name}.json"] = write_file(directory / f"{name}.json", [text])
             written[name] = files
         return written
-
-    def write_manifest(self, directory: Path, written: Files) -> int:
-        """Write the manifest and flush the directory; return the size of all files in bytes.
-
-        Raises:
-            OSError: If the disk fails.
-        """
-        entries = {
-            name: ComponentEntry(written[name], {key: TensorSpec.of(each) for key, each in tensors.items()})
-            for name, (_, tensors) in self.components.items()
-        }
-        manifest = Manifest(self.step, self.facts, entries)
-        facts = write_file(directory / MANIFEST, [manifest.to_bytes()])
-        sync_directory(directory)
-        return manifest.size_bytes + facts.size_bytes
 
 
 @dataclass(frozen=True)
@@ -275,8 +250,8 @@ class CheckpointStore:
         replace: bool = False,
         file_metadata: Mapping[str, str] | None = None,
         sharded: ShardedSave | None = None,
-    ) -> SavedCheckpoint:
-        """Write a checkpoint; on return it survives a kill and a power cut.
+    ) -> Path:
+        """Write a checkpoint, and return its path; on return it survives a kill and a power cut.
 
         Args:
             step: Optimizer steps done.
@@ -289,7 +264,6 @@ class CheckpointStore:
         Raises:
             CheckpointError: If it could not be written; existing checkpoints are untouched.
         """
-        started = time.perf_counter()
         target = self.directory / checkpoint_name(step)
         payload = CheckpointPayload.of(step, components, facts, file_metadata or {})
         with reporting_disk_errors(f"write the checkpoint of step {step} at", target):
@@ -300,12 +274,17 @@ class CheckpointStore:
                 written = payload.write_files(temporary, rank=0)
                 for name, files in (sharded.gather_notes() if sharded else {}).items():
                     written[name] |= files
-                size = payload.write_manifest(temporary, written)
+                entries = {
+                    name: ComponentEntry(written[name], {key: TensorSpec.of(each) for key, each in tensors.items()})
+                    for name, (_, tensors) in payload.components.items()
+                }
+                write_file(temporary / MANIFEST, [Manifest(step, facts, entries).to_bytes()])
+                sync_directory(temporary)
                 self._publish(temporary, target, replace=replace)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
-        return SavedCheckpoint(target, step, size, time.perf_counter() - started)
+        return target
 
     def write_shard(
         self,
@@ -532,10 +511,6 @@ class CheckpointStore:
             (self.directory / BEST_FILE_NAME).unlink(missing_ok=True)
         return []
 
-    def size_bytes(self) -> int:
-        """Return the size of all checkpoints now, including those being written or deleted."""
-        return size_of(self.directory)
-
     @with_retries
     def _entries(self) -> list[os.DirEntry[str]]:
         """List names with their kinds at one moment: an entry may be gone by the time its kind is queried."""
@@ -618,11 +593,6 @@ class ResumePoint:
     step: int
     damaged: tuple[DamagedCheckpoint, ...] = ()
     incidents: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def has_only_damaged(self) -> bool:
-        """Whether there are checkpoints but none is complete: only the user may decide to start over."""
-        return self.path is None and bool(self.damaged)
 
 
 def choose_resume_point(

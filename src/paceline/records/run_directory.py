@@ -336,11 +336,11 @@ def write_identity(directory: RunDirectory, identity: Identity) -> None:
     """
     path, text = directory.identity, encode_json(asdict(identity), indent=2) + "\n"
     try:
-        is_unchanged = path.is_file() and path.read_bytes() == text.encode()
+        if path.is_file() and path.read_bytes() == text.encode():
+            return
     except OSError as error:
         raise file_error("read", path, error) from error
-    if not is_unchanged:
-        write_text(path, text)
+    write_text(path, text)
 
 
 def sync_directory(path: Path) -> None:

@@ -22,7 +22,7 @@ from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.transfer import FreezeSchedule, trained_spans
 from paceline.optim.build import Clipping, build_optimizer, build_schedules
 from paceline.plan import Plan
-from paceline.recipe.load import to_tree
+from paceline.recipe.load import recipe_digest, to_tree
 from paceline.recipe.schema import Recipe
 from paceline.records.events import EventWriter, ProfileEvent
 from paceline.records.ledger import LedgerWriter, ledger_path
@@ -43,6 +43,7 @@ from paceline.trainer.run_records import keep_first_batch
 from paceline.trainer.step_stats import Progress, Window
 from paceline.trainer.subject import Subject
 from paceline.trainer.utilisation import find_utilisation
+from paceline.version import __version__
 
 # Values of the plan; earlier steps with others do not tell how long a resumed run will take.
 _SPEED_DEPENDS_ON = (
@@ -70,10 +71,7 @@ def build_run(subject: Subject) -> Run:
     optimizer = build_optimizer(network, recipe.optimizer, device)
     heartbeat, progress = Heartbeat(), Progress(begun=subject.started)
     ledger = LedgerWriter(ledger_path(subject.directory.ledger, subject.world.rank))
-    noise = None
-    if plan.noise_scale_every_steps is not None:
-        noise = NoiseMeter(network, plan, precision, strategy.loss_divisor)
-    cadence = Cadence(recipe.checkpoint, end_time=job_end_time(os.environ))
+    noise = NoiseMeter(network, plan, precision, strategy.loss_divisor) if plan.noise_scale_every_steps else None
     run = Run(
         recipe=recipe,
         identity=subject.decision.identity,
@@ -108,16 +106,7 @@ def build_run(subject: Subject) -> Run:
         stop=subject.stop,
         components=Registry(),
         writer=BackgroundWriter(),
-        cadence=cadence,
-        publisher=Publisher(
-            store=CheckpointStore(subject.directory.checkpoints),
-            directory=subject.directory,
-            identity=subject.decision.identity,
-            recipe=recipe,
-            file_metadata=_file_metadata(subject),
-            cadence=cadence,
-            subscribers=[] if subject.mirroring is None else [subject.mirroring],
-        ),
+        publisher=_publisher(subject),
         mirroring=subject.mirroring,
         utilisation=find_utilisation(subject) if subject.world.is_first else None,
     )
@@ -133,16 +122,25 @@ def build_run(subject: Subject) -> Run:
     return run
 
 
-def _file_metadata(subject: Subject) -> dict[str, str]:
-    """Return the metadata that a weights file needs so that it can be evaluated and used without its run."""
-    plan = subject.plan
-    return {
-        "paceline": "1",
-        "recipe": json.dumps(to_tree(subject.recipe)),
-        "data": json.dumps({**plan.data, **subject.task.description()}, default=json_value),
-        "precision": plan.precision,
-        **({} if plan.network_config is None else {"network_config": json.dumps(plan.network_config)}),
-    }
+def _publisher(subject: Subject) -> Publisher:
+    recipe, plan, directory = subject.recipe, subject.plan, subject.directory
+    return Publisher(
+        store=CheckpointStore(directory.checkpoints),
+        directory=directory,
+        recipe=recipe,
+        facts={"version": __version__, "run": subject.decision.identity, "recipe_sha256": recipe_digest(recipe)},
+        # Metadata that a weights file needs so that it can be evaluated and used without its run.
+        file_metadata={
+            "paceline": "1",
+            "recipe": json.dumps(to_tree(recipe)),
+            "data": json.dumps({**plan.data, **subject.task.description()}, default=json_value),
+            "precision": plan.precision,
+            **({} if plan.network_config is None else {"network_config": json.dumps(plan.network_config)}),
+        },
+        cadence=Cadence(recipe.checkpoint, end_time=job_end_time(os.environ)),
+        patience_seconds=recipe.parallel.timeout.seconds,
+        subscribers=[] if subject.mirroring is None else [subject.mirroring],
+    )
 
 
 def _listeners(run: Run, noise: NoiseMeter | None) -> list[Listener]:

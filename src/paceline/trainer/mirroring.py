@@ -354,7 +354,7 @@ def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say
         RunDirectoryError: If the copy belongs to another run, or must not be resumed.
     """
     check_links(directory)
-    foreign = [each.step or 0 for each in foreign_checkpoints(directory, request.recipe)]
+    foreign = [each.step for each in foreign_checkpoints(directory, request.recipe)]
     newest, _ = CheckpointStore(directory.checkpoints).newest_complete(exclude=foreign)
     try:
         remote = _remote(address)

@@ -88,11 +88,6 @@ class NoiseMeter:
         """Whether this step is measured."""
         return self._open is not None
 
-    @property
-    def has_measured(self) -> bool:
-        """Whether averages are available yet."""
-        return self.averages.weight > 0
-
     def measure_backward(self, batch: Batch) -> AbstractContextManager[None]:
         """Context around the backward pass of a micro-batch."""
         step = self._open

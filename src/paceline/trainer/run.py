@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint.publish import BackgroundWriter, Cadence, Publisher
+from paceline.checkpoint.publish import BackgroundWriter, Publisher
 from paceline.checkpoint.state import Registry
 from paceline.checkpoint.store import Best
 from paceline.data.balance import StepLoad
@@ -64,7 +64,6 @@ class Run:
         components: The contents of a checkpoint, by name.
         publisher: Publishes checkpoints: complete ones on the first rank, or this rank's shards.
         writer: The thread in which it does.
-        cadence: Decides when a checkpoint is due by time.
         identity: Unique identity of this run.
         listeners: What follows the run without changing it.
         saved_position: Position of the newest checkpoint; -1 before the first.
@@ -107,7 +106,6 @@ class Run:
     components: Registry
     publisher: Publisher
     writer: BackgroundWriter[None]
-    cadence: Cadence
     mirroring: Mirroring | None = None
     utilisation: Utilisation | None = None
     listeners: list[Listener] = field(default_factory=list)
@@ -153,7 +151,8 @@ class Run:
         """Return this process's flags: stop, if requested or if checkpoints can no longer be written, and save."""
         stop = self.stop.requested or self.writer.has_failed or bool(self.callbacks.stopped_by)
         stop = stop or (self.mirroring is not None and self.mirroring.has_failed)
-        return ControlFlags(stop=stop, save=self.world.is_first and not self.writer.is_busy and self.cadence.is_due())
+        is_due = self.world.is_first and not self.writer.is_busy and self.publisher.cadence.is_due()
+        return ControlFlags(stop=stop, save=is_due)
 
     @property
     def best(self) -> Best | None:
@@ -213,7 +212,8 @@ class Run:
         """Whether to save now: by step count, by time, or because the last evaluation was the best so far."""
         # A flag that is read late still applies after the save that it requested.
         is_new = self.saved_position < 0 or self.progress.position - self.saved_position > VOTE_LAG
-        return self.due("checkpoint") or (agreed.save and is_new) or self.found_best()
+        found_best = self.best is not None and self.progress.best["position"] == self.progress.position
+        return self.due("checkpoint") or (agreed.save and is_new) or found_best
 
     def ending(self, agreed: ControlFlags) -> str:
         """Return why the run ends here, or an empty string; the same on all processes."""
@@ -225,10 +225,6 @@ class Run:
         if patience is not None and self.progress.evaluations_since_best >= patience:
             return "patience"
         return "signal" if agreed.stop else ""
-
-    def found_best(self) -> bool:
-        """Whether an evaluation at exactly this step was the best so far and is to be kept."""
-        return self.best is not None and self.progress.best["position"] == self.progress.position
 
     @property
     def last_good(self) -> str:

@@ -190,7 +190,7 @@ def prepare_resume(directory: RunDirectory, requested: Path | None, request: Res
         RunDirectoryError: If the run is already beyond its requested end.
     """
     store, foreign = CheckpointStore(directory.checkpoints), foreign_checkpoints(directory, request.recipe)
-    choice = choose_resume_point(store, requested=requested, foreign=[each.step or 0 for each in foreign])
+    choice = choose_resume_point(store, requested=requested, foreign=[each.step for each in foreign])
     _check_choice(directory, choice, foreign)
     facts = {} if choice.path is None else read_manifest(choice.path).facts
     for name in ("position", "samples") if choice.path else ():
@@ -234,7 +234,7 @@ def prepare_resume(directory: RunDirectory, requested: Path | None, request: Res
 
 def _check_choice(directory: RunDirectory, choice: ResumePoint, foreign: list[DamagedCheckpoint]) -> None:
     """Refuse to start over silently, and to resume from another run's checkpoint."""
-    if choice.has_only_damaged:
+    if choice.path is None and choice.damaged:  # only the user may decide to start over
         raise CheckpointError(
             f"no checkpoint in {directory.checkpoints} is intact: {choice.damaged[0].reason} To start again, use "
             "another run directory."

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from paceline.checkpoint.durable import size_of
 from paceline.checkpoint.manifest import read_components
 from paceline.checkpoint.store import ResumePoint, ShardedSave, checkpoint_name
 from paceline.errors import CheckpointError, TrainingError
@@ -56,7 +57,7 @@ def save_checkpoint(run: Run) -> None:
             # No process starts writing until all have captured their state without an error.
             run.writer.submit(run.collectives.on_all_ranks(lambda: capture(run, sharded)))
         run.saved_position, run.saved_name = run.progress.position, name
-    if news := run.cadence.record_save(time.perf_counter() - start):
+    if news := run.publisher.cadence.record_save(time.perf_counter() - start):
         run.display.message(news)
 
 
@@ -115,7 +116,7 @@ def _save_progress(run: Run, patience_seconds: float) -> tuple[int, int] | None:
     """
     if run.writer.is_over(within_seconds=patience_seconds):
         return None
-    return run.publisher.store.size_bytes(), max(
+    return size_of(run.publisher.store.directory), max(
         (os.fstat(part).st_mtime_ns for part in run.directory.descriptors.values()), default=0
     )
 

@@ -260,7 +260,7 @@ class Window:
         """Return every rank's sums, as last gathered."""
         state = {"ranks": self._gathered, "losses": [self.first_loss, self.last_loss, self.worst_loss]}
         noise = self._earlier_noise
-        if self._noise is not None and self._noise.has_measured:
+        if self._noise is not None and self._noise.averages.weight:
             noise = self._noise.state_dict()
         return state if noise is None else {**state, "noise": noise}
 

@@ -325,7 +325,7 @@ used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.s
 resource.setrlimit(resource.RLIMIT_DATA, (used + 60_000_000,) * 2)
 read_components(Path(sys.argv[1]))
 """
-    subprocess.run([sys.executable, "-c", script, saved.path], timeout=100, check=True)
+    subprocess.run([sys.executable, "-c", script, saved], timeout=100, check=True)
 
 
 @pytest.mark.parametrize("blanks", range(4))

@@ -28,7 +28,7 @@ def checkpoint(tmp_path: Path) -> Path:
         "model": {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)},
         "counters": {"step": 3},
     }
-    return CheckpointStore(tmp_path / "checkpoints").save(3, components, {"world_size": 1}).path
+    return CheckpointStore(tmp_path / "checkpoints").save(3, components, {"world_size": 1})
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:

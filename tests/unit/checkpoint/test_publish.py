@@ -117,8 +117,16 @@ class Subscribed:
 def test_a_subscriber_learns_of_a_checkpoint_once_older_ones_are_pruned(tmp_path: Path) -> None:
     directory, recipe = RunDirectory(tmp_path), load_recipe("digits", {"checkpoint.keep": 1}).recipe
     subscribed = Subscribed(directory)
-    store, cadence = CheckpointStore(directory.checkpoints), Cadence(recipe.checkpoint)
-    publisher = Publisher(store, directory, "a run", recipe, {}, cadence, [subscribed])
+    publisher = Publisher(
+        store=(store := CheckpointStore(directory.checkpoints)),
+        directory=directory,
+        recipe=recipe,
+        facts={"run": "a run"},
+        file_metadata={},
+        cadence=Cadence(recipe.checkpoint),
+        patience_seconds=1,
+        subscribers=[subscribed],
+    )
     for step in (1, 2, 3):
         best = Best(2, "loss", 0.5) if step > 1 else None
         facts = {"position": step}
@@ -132,6 +140,6 @@ def test_a_subscriber_learns_of_a_checkpoint_once_older_ones_are_pruned(tmp_path
     subscribed.needed = []
     publisher.publish(4, {"model": {"step": 4}}, {"position": 4}, best=None, records=({}, ()), sharded=None)
     assert subscribed.seen[-1] == (4, None, ["step-00000004"])
-    assert list(read_manifest(store.path(4)).facts) == ["version", "run", "recipe_sha256", "position"]
+    assert list(read_manifest(store.path(4)).facts) == ["run", "position"]
     assert read_identity(directory) == Identity("a run", has_checkpoint=True)
     assert directory.recipe.exists()

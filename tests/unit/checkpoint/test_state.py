@@ -43,7 +43,7 @@ def registry_of(**components: Any) -> Registry:
 
 
 def through_disk(registry: Registry, directory: Path) -> dict[str, dict[str, Any]]:
-    return read_components(CheckpointStore(directory).save(1, registry.snapshot(), {}).path)
+    return read_components(CheckpointStore(directory).save(1, registry.snapshot(), {}))
 
 
 def test_everything_returns_through_a_checkpoint(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def assert_same_state(left: Optimizer, right: Optimizer) -> None:
 
 def saved_state(optimizer: Optimizer, directory: Path) -> dict[str, Any]:
     saved = CheckpointStore(directory).save(1, {"optimizer": optimizer.state_dict()}, {})
-    return read_components(saved.path)["optimizer"]
+    return read_components(saved)["optimizer"]
 
 
 @pytest.mark.parametrize("build", [momentum, adamw, adamw_tensor_lr])

@@ -49,15 +49,12 @@ def test_a_checkpoint_has_the_promised_files_and_returns_what_was_saved(tmp_path
     counters = {"step": 120, "best": float("-inf"), "by_rank": {0: (1, 2)}, "none": None}
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     saved = store.save(120, {"model": model.state_dict(), "counters": counters}, {"world_size": 2})
-    assert saved.path == store.directory / "step-00000120"
-    assert saved.step == 120
-    assert names(saved.path) == ["counters.json", "manifest.json", "model.json", "model.safetensors"]
-    assert saved.size_bytes == sum(file.stat().st_size for file in saved.path.iterdir())
-    assert saved.seconds > 0
+    assert saved == store.directory / "step-00000120"
+    assert names(saved) == ["counters.json", "manifest.json", "model.json", "model.safetensors"]
     assert names(store.directory) == ["step-00000120"]
-    assert store.newest_complete() == (saved.path, [])
-    assert read_components(saved.path, ("counters",))["counters"] == counters
-    model_state = read_components(saved.path)["model"]
+    assert store.newest_complete() == (saved, [])
+    assert read_components(saved, ("counters",))["counters"] == counters
+    model_state = read_components(saved)["model"]
     assert all(torch.equal(model_state[key], value) for key, value in model.state_dict().items())
 
 
@@ -68,7 +65,7 @@ def test_a_model_file_alone_can_be_opened_by_anyone_and_explains_itself(tmp_path
     metadata = {"recipe": '{"model": {"name": "x"}}'}
     saved = store.save(7, {"model": model.state_dict(), "ema": model.state_dict()}, facts, file_metadata=metadata)
     for name in ("model", "ema"):
-        file = saved.path / f"{name}.safetensors"
+        file = saved / f"{name}.safetensors"
         assert load_file(file).keys() == model.state_dict().keys()
         nn.Linear(2, 3).load_state_dict(load_file(file), strict=True)
         with safe_open(file, framework="pt") as opened:
@@ -77,7 +74,7 @@ def test_a_model_file_alone_can_be_opened_by_anyone_and_explains_itself(tmp_path
         assert header["recipe"] == metadata["recipe"]
         assert (header["world_size"], header["recipe_digest"]) == ("2", "abc")
         assert (header["component"], header["step"]) == (name, "7")
-    manifest = read_manifest(saved.path)
+    manifest = read_manifest(saved)
     assert dict(manifest.facts) == facts
     assert str(manifest.components["model"].tensors["weight"]) == "float32 [3, 2]"
 
@@ -88,7 +85,7 @@ def test_tied_and_overlapping_tensors_are_saved_with_their_values(tmp_path: Path
     base = torch.arange(6.0)
     state = {**model.state_dict(), "left": base[:4], "right": base[2:]}
     saved = CheckpointStore(tmp_path).save(1, {"model": state}, {})
-    returned = read_components(saved.path, ("model",))["model"]
+    returned = read_components(saved, ("model",))["model"]
     assert all(torch.equal(returned[key], state[key]) for key in state)
     returned["left"].zero_()
     assert returned["right"].tolist() == [2.0, 3.0, 4.0, 5.0]
@@ -329,18 +326,17 @@ def test_the_newest_whole_one_is_chosen_and_the_damaged_are_named(store: Checkpo
     choice = choose_resume_point(store)
     assert (choice.path, choice.step) == (store.path(20), 20)
     assert [one.step for one in choice.damaged] == [30]
-    assert not choice.has_only_damaged
     assert store.steps() == [10, 20, 30]
 
 
 def test_without_checkpoints_a_run_begins_and_with_only_damaged_ones_it_is_told(store: CheckpointStore) -> None:
     nothing = choose_resume_point(CheckpointStore(store.directory / "absent"))
     assert nothing == ResumePoint(None, 0)
-    assert not nothing.has_only_damaged
     for step in store.steps():
         (store.path(step) / "manifest.json").write_text("")
     choice = choose_resume_point(store)
-    assert choice.has_only_damaged
+    assert choice.path is None
+    assert choice.damaged
     assert [one.step for one in choice.damaged] == [30, 20, 10]
 
 
