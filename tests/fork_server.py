@@ -297,10 +297,11 @@ def _load_everything() -> None:
 
     import paceline
 
-    for module in pkgutil.walk_packages(paceline.__path__, "paceline."):
-        if not module.name.endswith("__main__") and ".notebooks" not in module.name:
-            with contextlib.suppress(ImportError):  # of a library that is not installed
-                importlib.import_module(module.name)
+    for package in ("paceline", "paceline_recsys", "paceline_text", "paceline_vision"):
+        for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            if not module.name.endswith("__main__") and ".notebooks" not in module.name:
+                with contextlib.suppress(ImportError):  # of a library that is not installed
+                    importlib.import_module(module.name)
     paceline.records.environment.package_versions()  # which it remembers
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
     gc.collect()

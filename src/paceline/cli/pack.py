@@ -29,8 +29,6 @@ from paceline.units import counted, format_bytes, format_count, format_seconds
 _EVERY_SECONDS = 5.0
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
 _NAMED = 10
-
-
 _EXAMPLES = "\n\nExamples:\n"
 PACKERS = load_all("packers")
 
