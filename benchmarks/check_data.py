@@ -21,7 +21,7 @@ from hardware import spread, write_result
 from PIL import Image
 
 from paceline.data.image.source import FileSource
-from paceline.data.inspect.look import ROW, Viewer, look
+from paceline_data.inspect.look import ROW, Viewer, look
 
 
 def cut_photos(folder: Path, count: int) -> list[Path]:

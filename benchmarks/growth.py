@@ -226,7 +226,7 @@ def make_images(files: int, folder: Path) -> None:
 
 def check_data(files: int, folder: Path) -> Facts:
     """Check them with one reading process."""
-    from paceline.data.inspect.check import check_data as check
+    from paceline_data.inspect.check import check_data as check
 
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     begun = time.perf_counter()
@@ -276,7 +276,7 @@ ROWS = {
     ),
     "evaluation": Row("evaluation of N samples", (10**5, 10**6, 10**7), evaluation, loads=("paceline.metrics.auc",)),
     "check-data": Row(
-        "check of N small files", (10**4, 10**5, 10**6), check_data, make_images, ("paceline.data.inspect.check",)
+        "check of N small files", (10**4, 10**5, 10**6), check_data, make_images, ("paceline_data.inspect.check",)
     ),
     "save": Row("saving N bytes", GIGABYTES, save, loads=("paceline.checkpoint.store",), state_bytes=1),
     "load": Row("loading N bytes", GIGABYTES, load, save, ("paceline.checkpoint.store",), state_bytes=1),

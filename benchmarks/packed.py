@@ -75,7 +75,7 @@ def _backend(setting: Setting, mode: str | None) -> Iterator[int]:
 
 def packed(setting: Setting, mode: str) -> Path:
     """Pack the folder in a mode, unless that was done before."""
-    from paceline.data.packing.pack import Request, pack
+    from paceline_data.packing.pack import Request, pack
 
     root = Path(setting.files) / f"packed {mode}"
     if not (root / "packed.json").exists():

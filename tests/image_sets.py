@@ -68,7 +68,7 @@ def photo_recipe(data: dict[str, Any], **sections: Any) -> dict[str, Any]:
 
 def packed(source: Path | str, destination: Path, **options: Any) -> tuple[Manifest, int]:
     """The images of a source, packed as the command does it."""
-    from paceline.data.packing.pack import Request, pack
+    from paceline_data.packing.pack import Request, pack
 
     request = Request(source=str(source), destination=destination, **options)
     return pack(request, lambda done, total: None, lambda line: None)

@@ -15,7 +15,7 @@ import pytest
 from calls import Call
 from PIL import Image
 
-from paceline.data.inspect.look import SEVERITIES
+from paceline_data.inspect.look import SEVERITIES
 
 SOURCES = Path(__file__).parents[2] / "src"
 

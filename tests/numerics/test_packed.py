@@ -11,10 +11,10 @@ from calls import Call
 from PIL import Image
 
 import paceline
-from paceline.data.packing.pack import Request, pack
 from paceline.records.reader import read_plan
 from paceline.records.run_directory import RunDirectory
 from paceline.report.audit import audit_run
+from paceline_data.packing.pack import Request, pack
 
 pytest.importorskip("pyarrow")
 

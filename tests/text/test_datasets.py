@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from tiny_text import tokenizer_folder
 
 from paceline.cli.derive import click_command
-from paceline.cli.pack import Pack
 from paceline.errors import DataError
 from paceline.recipe.data import Data
+from paceline_data.pack import Pack
 from paceline_text.corpus import TextDataset, held_out, open_tokens, write_tokens
 from paceline_text.sets.documents import open_text, python_documentation
 from paceline_text.tokenizer import ByteTokenizer, open_tokenizer

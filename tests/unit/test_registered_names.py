@@ -480,7 +480,7 @@ def test_a_format_of_another_package(train_tiny: Any, tmp_path: Path, capsys: py
 def test_a_packer_of_another_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "paceline.cli.pack", raising=False)  # it asks for packers when it is imported
+    monkeypatch.delitem(sys.modules, "paceline_data.pack", raising=False)  # it asks for packers when it is imported
     assert run(["pack", "--help"]) == 0
     shown = capsys.readouterr().out
     assert "  With --sounds, SOURCE is a list.\n" in shown

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from paceline.data.inspect.check import DataReport, check_data
+from paceline_data.inspect.check import DataReport, check_data
 
 
 def check(source: str, *overrides: str) -> DataReport:

@@ -47,10 +47,7 @@ _CORE: dict[str, dict[str, Listed]] = {
         "export": Listed("Write weights as timm, safetensors, ONNX or torch.export.", f"{_OURS}.export:Export"),
         "report": Listed("Write one HTML page about runs, or print where step time went.", f"{_OURS}.report:Report"),
     },
-    "Data": {
-        "check-data": Listed("Find images that would break or spoil a run.", f"{_OURS}.check_data:CheckData"),
-        "pack": Listed("Pack images or text into a few files that load fast.", f"{_OURS}.pack:Pack"),
-    },
+    "Data": {},
     "Before a run": {},
     "Advise": {},
     "Verify": {

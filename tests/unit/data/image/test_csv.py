@@ -11,9 +11,9 @@ from PIL import Image
 
 from paceline.data.image.dataset import Problems
 from paceline.data.image.datasets import open_dataset
-from paceline.data.inspect.check import check_data
 from paceline.errors import DataError
 from paceline.recipe.data import Data
+from paceline_data.inspect.check import check_data
 
 
 def images(root: Path, names: Sequence[str]) -> None:

@@ -19,13 +19,13 @@ from paceline.data.image.dataset import SKIP_REASONS, Problems, StoredImages
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets import image_folder
 from paceline.data.image.source import EXTENSIONS
-from paceline.data.packing.origins import detect
 from paceline.data.tables import read_csv
 from paceline.errors import DataError, PacelineError
 from paceline.files import SkippedItems, refuse_archive
 from paceline.prediction.sources import pictures_of
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
+from paceline_data.packing.origins import detect
 from paceline_text.sets.documents import open_text
 from paceline_vision.sets.masks import open_masks
 

@@ -20,9 +20,9 @@ from PIL import Image
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.decode import decode
 from paceline.data.image.source import EncodedSource
-from paceline.data.packing.origins import open_origin
 from paceline.errors import DataError
 from paceline.recipe.data import Data
+from paceline_data.packing.origins import open_origin
 
 pa = pytest.importorskip("pyarrow")
 

@@ -11,9 +11,9 @@ from PIL import Image
 
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.source import SampleSource
-from paceline.data.packing.origins import detect
 from paceline.errors import DataError
 from paceline.recipe.data import Data
+from paceline_data.packing.origins import detect
 
 hub = pytest.importorskip("datasets", reason="needs datasets")
 

@@ -21,9 +21,9 @@ from paceline.data.class_balance import weights_by_class
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.selection import keep_known_classes
 from paceline.data.labels import name_rows
-from paceline.data.packing.pack import Request, pack
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.data import Data
+from paceline_data.packing.pack import Request, pack
 
 pa = pytest.importorskip("pyarrow")
 

@@ -16,7 +16,6 @@ from paceline.checkpoint.weights import read_weights
 from paceline.data.class_balance import ClassDraws, counts_by_ratio, sampled_order
 from paceline.data.image.datasets import content_of, open_dataset
 from paceline.data.image.source import encoded_source, files_of, part_numbers, prefetch, sample_names
-from paceline.data.inspect.check import check_data
 from paceline.data.order import StepGeometry
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.plan import Plan
@@ -25,6 +24,7 @@ from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
 from paceline.trainer.subject import Subject
 from paceline.world import World
+from paceline_data.inspect.check import check_data
 
 SETS = np.random.default_rng(0).permutation(np.repeat([0, 1, 2], [200, 70, 7]))
 DRAWS = ClassDraws(classes=SETS, counts=counts_by_ratio({"a": 3, "b": 1.5, "c": 0.7}, SETS))

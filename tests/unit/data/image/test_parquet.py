@@ -16,9 +16,9 @@ from paceline.data.image.decode import BrokenImageError, decode
 from paceline.data.image.pipeline import measure
 from paceline.data.image.sets import parquet as parquet_source
 from paceline.data.image.source import encoded_source
-from paceline.data.packing.origins import open_origin
 from paceline.errors import DataError
 from paceline.recipe.data import Data
+from paceline_data.packing.origins import open_origin
 
 pa = pytest.importorskip("pyarrow", reason="tables of images need pyarrow")
 
@@ -239,5 +239,5 @@ def test_groups_too_large_for_one_image_are_refused(tmp_path: Path, monkeypatch:
         open_dataset(data(path))
     origin = open_origin(str(path))
     assert (origin.origin.kind, origin.readers > 1000) == ("parquet", True)
-    monkeypatch.setattr("paceline.data.packing.origins.LARGEST_KEPT", 300)
+    monkeypatch.setattr("paceline_data.packing.origins.LARGEST_KEPT", 300)
     assert origin.readers == 1  # in several threads, each image would be read with its group anew

@@ -18,9 +18,9 @@ from paceline.data.image.dataset import stratified_order
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.mapped import ByteRanges, MappedBytes, MappedSource
 from paceline.data.image.source import Names, SampleSource, hashed_names, sample_names
-from paceline.data.packing.origins import open_origin
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.data import Data
+from paceline_data.packing.origins import open_origin
 
 CLASSES = {"ant": 12, "bee": 30, "cow": 7}
 

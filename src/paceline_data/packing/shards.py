@@ -27,11 +27,11 @@ from PIL import ImageOps
 from paceline.data.image.decode import BrokenImageError, decode, image_header
 from paceline.data.image.sets.packed import UNFINISHED, Form, LeftOut, Shard
 from paceline.data.image.source import Content, Ids, Image, SampleSource, encoded_source
-from paceline.data.packing.origins import OpenedOrigin
 from paceline.data.tables import require_pyarrow
 from paceline.errors import PacelineError
 from paceline.plain_json import load_json
 from paceline.records.run_directory import sync_directory
+from paceline_data.packing.origins import OpenedOrigin
 
 
 def encode_sample(source: SampleSource, sample: int, form: Form) -> tuple[Content, int, int]:

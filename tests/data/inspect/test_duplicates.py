@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from paceline.data.inspect.findings import MOST_BITS, first_of, near_duplicates
-from paceline.data.inspect.look import look_hash
+from paceline_data.inspect.findings import MOST_BITS, first_of, near_duplicates
+from paceline_data.inspect.look import look_hash
 
 
 def distance(one: int, other: int) -> int:

@@ -16,10 +16,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from paceline.data.inspect.check import DataReport, check_data
-from paceline.data.inspect.gather import open_subject
-from paceline.data.inspect.quarantine import move_away
 from paceline.errors import DataError, RecipeError
+from paceline_data.inspect.check import DataReport, check_data
+from paceline_data.inspect.gather import open_subject
+from paceline_data.inspect.quarantine import move_away
 
 
 def check(source: Path, folder: Path | None) -> DataReport:
@@ -303,7 +303,7 @@ def test_what_takes_the_place_of_a_file_stays_when_it_is_moved_back(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from paceline.data.inspect.check import check_data
+from paceline_data.inspect.check import check_data
 left, rename = [int(sys.argv[3])], os.rename
 
 def counted(source, target):

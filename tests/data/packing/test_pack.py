@@ -22,9 +22,9 @@ from PIL import Image
 from paceline.data.image.decode import decode
 from paceline.data.image.sets.packed import MANIFEST, open_packed, read_manifest
 from paceline.data.image.source import EncodedSource, SampleSource, as_array
-from paceline.data.packing.pack import verify
 from paceline.errors import DataError
 from paceline.recipe.data import Data
+from paceline_data.packing.pack import verify
 
 pytest.importorskip("pyarrow")
 

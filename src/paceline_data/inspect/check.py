@@ -12,7 +12,9 @@ import numpy as np
 
 from paceline.data.image.dataset import strata
 from paceline.data.image.source import ArraySource, JoinedSource, encoded_source, leaf_sources
-from paceline.data.inspect.findings import (
+from paceline.errors import PacelineError, RecipeError
+from paceline.machine import available_cores
+from paceline_data.inspect.findings import (
     Finding,
     class_figures,
     cost_figures,
@@ -21,11 +23,9 @@ from paceline.data.inspect.findings import (
     size_figures,
     whole,
 )
-from paceline.data.inspect.gather import Progress, gather, open_subject
-from paceline.data.inspect.look import SEVERITIES, Viewer
-from paceline.data.inspect.quarantine import Quarantine, check_place, move_away
-from paceline.errors import PacelineError, RecipeError
-from paceline.machine import available_cores
+from paceline_data.inspect.gather import Progress, gather, open_subject
+from paceline_data.inspect.look import SEVERITIES, Viewer
+from paceline_data.inspect.quarantine import Quarantine, check_place, move_away
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,10 @@
-"""Sources to pack: detect their kind from their files, and open their images in order."""
+"""Sources to pack: open their images in order."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from glob import has_magic
 from pathlib import Path
 from typing import Literal
 
@@ -13,15 +12,15 @@ import numpy as np
 
 from paceline.data.image.dataset import DatasetRequest
 from paceline.data.image.datasets import open_stored
+from paceline.data.image.detection import detect
 from paceline.data.image.mapped import MappedSource
 from paceline.data.image.selection import digest_of, stratified_subset, take_classes
 from paceline.data.image.sets.packed import Origin, PackedPixels, read_manifest
 from paceline.data.image.sets.parquet import LARGEST_KEPT, TableSource
 from paceline.data.image.source import FileSource, SampleSource, SubsetSource, encoded_source, leaf_sources
-from paceline.dataset_registry import dataset_at, entries, find_dataset
+from paceline.dataset_registry import find_dataset
 from paceline.errors import DataError
 from paceline.escaping import utf8
-from paceline.files import refuse_archive, refuse_special_inputs
 from paceline.recipe.data import Data
 
 _TOLD = {"train": "training", "validation": "held-out"}  # display names of splits
@@ -128,26 +127,4 @@ def open_origin(path: str, kind: str | None = None, part: Data | None = None) ->
         channels=1 if stored.channels == 1 else 3,
         splits=sources,
         left_out=stored.left_out,
-    )
-
-
-def detect(path: str) -> str:
-    """Detect the kind of a source, by the name of the data set that opens it.
-
-    Raises:
-        DataError: If the path does not exist, or is of an unknown kind.
-    """
-    root = Path(path).expanduser()
-    if not root.exists() and "{" not in path and not has_magic(path):
-        raise DataError(f"there is no {str(root)!r}: correct the path.")
-    if (entry := dataset_at(root)) is not None:
-        return entry.name
-    if not root.exists():
-        return "webdataset"
-    refuse_special_inputs(root)
-    refuse_archive(root)
-    endings = ", ".join(dict.fromkeys(ending for each in entries("images") for ending in each.endings))
-    raise DataError(
-        f"{str(path)!r} is a file whose name does not tell what it holds (known: {endings}): name a folder, or give "
-        "the data set, with data.dataset or with `pack --kind`."
     )

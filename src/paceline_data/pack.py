@@ -40,7 +40,9 @@ def _images(metavar: str | None = None, name: str | None = None) -> Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pack:
-    """Pack SOURCE into the directory DEST; train on it with data.dataset=packed data.path=DEST.
+    """Pack images or text into a few files that load fast.
+
+    They are written into the directory DEST; train on it with data.dataset=packed data.path=DEST.
 
     SOURCE is an image folder, a CSV file of paths and labels, parquet tables, WebDataset tars (a folder of them, or
     'train-{000..146}.tar'), a Hugging Face dataset on the local disk (save_to_disk, or parquet), CIFAR-10, CIFAR-100,
@@ -140,7 +142,7 @@ class _Pack:
         if self.destination is not None:
             document = _packed(self, self.destination, log)
         if self.verify:
-            from paceline.data.packing.pack import verify
+            from paceline_data.packing.pack import verify
 
             root = self.destination or Path(self.source)
             damage = verify(
@@ -162,7 +164,7 @@ def _with_packers() -> type[_Pack]:
         added.append((name, Annotated[bool, flag], False))
         added += [(each.name, hints[each.name], each.default) for each in fields(packer)]
     namespace = {"__doc__": f"{text}{_EXAMPLES}{examples}"}
-    return command("pack")(
+    return command("pack", group="Data", place=1)(
         make_dataclass("Pack", added, bases=(_Pack,), namespace=namespace, frozen=True, kw_only=True)
     )
 
@@ -171,8 +173,8 @@ Pack = _with_packers()
 
 
 def _packed(options: _Pack, destination: Path, log: Log) -> dict[str, Any]:
-    from paceline.data.packing.pack import Request, pack
     from paceline.recipe.data import Data, check_part
+    from paceline_data.packing.pack import Request, pack
 
     started, subset, classes = time.monotonic(), options.subset, options.only_classes
     try:

@@ -18,8 +18,8 @@ import pytest
 from image_sets import files, packed
 
 from paceline.data.image.sets.packed import MANIFEST, UNFINISHED, open_packed
-from paceline.data.packing.shards import PackingError
 from paceline.errors import DataError
+from paceline_data.packing.shards import PackingError
 
 pytest.importorskip("pyarrow")
 
@@ -34,8 +34,8 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(make_photos: Callable[...,
     packed(source, runs / "whole", **options)
     # Shards of that size cannot be asked for on the command line, whose unit is MiB.
     program = (
-        "import time\nfrom pathlib import Path\nfrom paceline.data.packing import shards\n"
-        "from paceline.data.packing.pack import Request, pack\nstored = shards.encode_sample\n"
+        "import time\nfrom pathlib import Path\nfrom paceline_data.packing import shards\n"
+        "from paceline_data.packing.pack import Request, pack\nstored = shards.encode_sample\n"
         "shards.encode_sample = lambda *given: (time.sleep(0.03), stored(*given))[1]\n"  # else it ends before the kill
         f"pack(Request(source={str(source)!r}, destination=Path({str(root)!r}), workers=2, **{options!r}), "
         "lambda *_: None, lambda _: None)"
@@ -174,7 +174,7 @@ def test_a_disk_that_fails_is_told(photos: Path, tmp_path: Path, monkeypatch: py
 SLOW = """
 import sys
 import time
-from paceline.data.packing import shards
+from paceline_data.packing import shards
 shards.encode_sample = lambda *given, stored=shards.encode_sample: (time.sleep(2), stored(*given))[1]
 from paceline.cli.main import run
 sys.exit(run(sys.argv[1:]))

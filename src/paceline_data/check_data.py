@@ -20,20 +20,22 @@ from paceline.units import counted
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from paceline.data.inspect.check import DataReport
-    from paceline.data.inspect.findings import Entry
-    from paceline.data.inspect.gather import Progress
-    from paceline.data.inspect.quarantine import Quarantine
+    from paceline_data.inspect.check import DataReport
+    from paceline_data.inspect.findings import Entry
+    from paceline_data.inspect.gather import Progress
+    from paceline_data.inspect.quarantine import Quarantine
 
 _NAMED = 5
 _BAR = 30
 _COLOURS = {"breaks": "bold red", "spoils": "magenta", "costs": "yellow", "notice": "cyan"}
 
 
-@command("check-data")
+@command("check-data", group="Data", place=0)
 @dataclass(frozen=True, kw_only=True)
 class CheckData:
-    """Check SOURCE: a folder of images, an archive, or a recipe by name or file, whose data section is checked.
+    """Find images that would break or spoil a run.
+
+    SOURCE is a folder of images, an archive, or a recipe by name or file, whose data section is checked.
 
     Every image is read as in a run. The report lists images that a run cannot read (breaks), images in two splits or
     two classes (spoils), images that are slow to read (costs) and possible mistakes (notice), with file names and
@@ -64,7 +66,7 @@ class CheckData:
 
     def run(self, _: Log) -> Result:
         """Check the data."""
-        from paceline.data.inspect.check import check_data
+        from paceline_data.inspect.check import check_data
 
         with _progress() as progress:
             report = check_data(

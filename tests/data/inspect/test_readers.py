@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data.inspect.gather import WorkerFailure, in_parallel
+from paceline_data.inspect.gather import WorkerFailure, in_parallel
 
 STUCK = """
 import os, time
-from paceline.data.inspect.gather import in_parallel
+from paceline_data.inspect.gather import in_parallel
 
 def work(piece, note):
     os.write(1, b"%d\\n" % os.getpid())  # in one piece: two write at once

@@ -23,12 +23,11 @@ import numpy as np
 
 from paceline.data.image.dataset import Problems
 from paceline.data.image.datasets import ImageDataset, open_dataset
+from paceline.data.image.detection import detect
 from paceline.data.image.heads import spread
 from paceline.data.image.sets.archives import find_archive
 from paceline.data.image.sets.image_folder import open_unread_test, unread_entries
 from paceline.data.image.source import BrokenImageError, Ids, Image, JoinedSource, SampleSource
-from paceline.data.inspect.look import BIT, ROW, Defect, Rows, Viewer, grey_parts, look
-from paceline.data.packing.origins import detect
 from paceline.dataset_registry import Pictures, named
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.plain_yaml import yaml_line
@@ -37,6 +36,7 @@ from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
 from paceline.storage.addresses import is_address
 from paceline.storage.cache import local_path
+from paceline_data.inspect.look import BIT, ROW, Defect, Rows, Viewer, grey_parts, look
 
 _OF_IMAGES = ("image_classification", "image_multilabel", "image_regression", "distillation")
 # Keys about preprocessing, which is not checked; a custom source may need any key.

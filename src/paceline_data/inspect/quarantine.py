@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.data.inspect.findings import Finding
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.errors import DataError
 from paceline.files import is_folder, visible_entries
+from paceline_data.inspect.findings import Finding
 
 UNDO = "undo.sh"
 _EFFECTIVE = os.access in os.supports_effective_ids  # not everywhere

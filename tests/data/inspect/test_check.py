@@ -18,10 +18,10 @@ from paceline.data.image.dataset import ImageDataset
 from paceline.data.image.decode import NEEDS_HEIF
 from paceline.data.image.sets import image_folder
 from paceline.data.image.source import EXTENSIONS, ArraySource
-from paceline.data.inspect.check import DataReport, check_data
-from paceline.data.inspect.look import KINDS, is_truncated
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.schema import Recipe
+from paceline_data.inspect.check import DataReport, check_data
+from paceline_data.inspect.look import KINDS, is_truncated
 
 
 def check(source: Path | str, *overrides: str, workers: int = 2, limit: int | None = None) -> DataReport:

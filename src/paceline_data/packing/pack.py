@@ -41,8 +41,13 @@ from paceline.data.image.sets.packed import (
     open_packed,
 )
 from paceline.data.image.source import encoded_source
-from paceline.data.packing.origins import OpenedOrigin, open_origin
-from paceline.data.packing.shards import (
+from paceline.data.tables import require_pyarrow
+from paceline.errors import DataError
+from paceline.plain_json import load_json
+from paceline.recipe.data import Data
+from paceline.units import format_bytes, format_count
+from paceline_data.packing.origins import OpenedOrigin, open_origin
+from paceline_data.packing.shards import (
     Progress,
     encode_sample,
     file_digest,
@@ -52,11 +57,6 @@ from paceline.data.packing.shards import (
     reporting_disk_errors,
     whole_file,
 )
-from paceline.data.tables import require_pyarrow
-from paceline.errors import DataError
-from paceline.plain_json import load_json
-from paceline.recipe.data import Data
-from paceline.units import format_bytes, format_count
 
 _SHOWN = 10
 _NUMBERS: dict[str, ColumnType] = {

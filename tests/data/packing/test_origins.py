@@ -15,9 +15,9 @@ from PIL import Image
 
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets.packed import read_manifest
-from paceline.data.packing.origins import detect, open_origin
 from paceline.errors import DataError
 from paceline.recipe.data import Data
+from paceline_data.packing.origins import detect, open_origin
 
 pytest.importorskip("pyarrow")
 

@@ -1,0 +1,1 @@
+"""What is done to data before a run: check it, and pack it into files that load fast."""
