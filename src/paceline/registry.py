@@ -94,7 +94,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "onnx": "paceline.inference.formats:ONNX",
         "torch-export": "paceline.inference.formats:PROGRAM",
     },
-    "packers": {},  # that of images is paceline_data.pack
+    "packers": {},  # that of images is the command itself
     "dataset_packages": {"images": "paceline.data.image.sets"},
     "backends": {},  # built-in ones are chosen in paceline.data.image.pipeline
     "run_logs": {},

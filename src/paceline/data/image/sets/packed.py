@@ -6,7 +6,7 @@
     validation-00000.arrow …
 
 Reading does not need the Arrow library: ``packed.json`` gives the byte range of each index column, and the index that
-of each image. ``paceline_data.packing`` writes it.
+of each image. `paceline pack` writes it.
 """
 
 from __future__ import annotations
