@@ -23,7 +23,7 @@ Objects are called in the same way for both kinds of names, and for custom code 
 * functions: a function that is called as an attribute of the package ``paceline``
 * models: ``names()``; returns names of networks that a task builds, for `paceline models`
 * formats: a :class:`paceline.inference.formats.Format`, of `paceline export`
-* packers: a dataclass, whose fields are options of `paceline pack`: see :mod:`paceline_data.pack`
+* packers: a dataclass, whose fields are options of `paceline pack` and which has the method ``pack``
 * dataset_packages: a package whose modules register data sets (:mod:`paceline.dataset_registry`), imported when data
   sets are listed
 * backends: ``backend()``; returns a :class:`paceline.data.image.pipeline.ImageBackend`, which `data.backend` names

@@ -39,7 +39,6 @@ _CORE: dict[str, dict[str, Listed]] = {
     "Train": {
         "train": Listed("Train a recipe, or your images.", f"{_OURS}.train:Train"),
         "resume": Listed("Resume a run with the options it was started with.", f"{_OURS}.train:Resume"),
-        "watch": Listed("Watch runs in the terminal while they train.", f"{_OURS}.watch:Watch"),
     },
     "Use": {
         "evaluate": Listed("Score the weights of a run, a checkpoint or a file.", f"{_OURS}.evaluate:Evaluate"),

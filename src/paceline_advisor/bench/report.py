@@ -29,10 +29,10 @@ from paceline.recipe.load import LoadedRecipe, load_recipe, to_tree
 from paceline.recipe.schema import Recipe
 from paceline.records.environment import capture_environment
 from paceline.records.run_directory import make_folder, write_json, write_text
-from paceline.report.benchmark_comparison import FILE, FORMAT, compare
 from paceline.trainer.subject import Subject
 from paceline.units import format_bytes
 from paceline.world import World
+from paceline_advisor.bench.comparison import FILE, FORMAT, compare
 from paceline_advisor.bench.interleaved import Measurement, Part, Variant, run_interleaved
 from paceline_advisor.bench.latency import measure_latency
 from paceline_advisor.bench.target import run_to_target, summarise_runs, write_dawnbench

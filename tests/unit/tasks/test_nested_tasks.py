@@ -30,7 +30,6 @@ from paceline.references import trusting_code
 from paceline.report.html.page import outcome
 from paceline.report.html.runs import read_runs
 from paceline.report.html.training import training
-from paceline.report.watch import WatchedRun, row
 from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, one_batch
 from paceline.trainer.train import plan_only
@@ -43,6 +42,7 @@ from paceline_advisor.prove.recorder import content_of, same_content
 from paceline_advisor.prove.study import prove
 from paceline_advisor.scaling.network import describe
 from paceline_advisor.tuning.noise_scale import measure_noise
+from paceline_ops.watch.screen import WatchedRun, row
 
 CPU = Placement(device=torch.device("cpu"))
 NAMES = ("Sequences", "Boxes")

@@ -16,15 +16,16 @@ from paceline.cli.output import echo, open_console, print_json
 from paceline.command import Shape, command
 
 if TYPE_CHECKING:
-    from paceline.report.watch import WatchedRun
+    from paceline_ops.watch.screen import WatchedRun
 
 
-@command("watch")
+@command("watch", group="Train", place=2)
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Watch the runs in the directories RUN: progress, the time left, curves, phases of a step, evaluations, incidents.
+    """Watch runs in the terminal while they train.
 
-    It only reads, on any host that shares the directory, and ends when the runs do. On a terminal, one run
+    It shows progress, the time left, curves, phases of a step, evaluations and incidents of each run directory RUN. It
+    only reads, on any host that shares the directory, and ends when the runs do. On a terminal, one run
     fills the screen and several are a table; elsewhere, one line per record. With --json, their current state.
 
     Examples:
@@ -38,7 +39,7 @@ class Watch:
 
     def stream(self, *, as_json: bool) -> int:
         """Show the runs until they end."""
-        from paceline.report.watch import WatchedRun, exit_line
+        from paceline_ops.watch.screen import WatchedRun, exit_line
 
         watched = [WatchedRun(run) for run in self.runs]
         if as_json:
@@ -58,7 +59,7 @@ class Watch:
         """Draw the runs on a terminal, else print a line for each record, until all have ended."""
         from rich.live import Live
 
-        from paceline.report.watch import line_of, screen, table
+        from paceline_ops.watch.screen import line_of, screen, table
 
         console = open_console(markup=False)
         is_screen = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"

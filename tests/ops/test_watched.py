@@ -19,7 +19,7 @@ from paceline.errors import RunDirectoryError
 from paceline.records import events as records
 from paceline.report.attribution import attribute_run
 from paceline.report.html.page import write_report
-from paceline.report.watch import EventFollower, WatchedRun, draw_chart, exit_line, line_of, row, screen, table
+from paceline_ops.watch.screen import EventFollower, WatchedRun, draw_chart, exit_line, line_of, row, screen, table
 
 
 def step(number: int, loss: float = 1.0, **more: Any) -> records.StepEvent:

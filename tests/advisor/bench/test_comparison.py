@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import RunDirectoryError
-from paceline.report.benchmark_comparison import compare
+from paceline_advisor.bench.comparison import compare
 
 REPEATS = 300
 
