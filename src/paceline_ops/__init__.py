@@ -1,1 +1,1 @@
-"""What surrounds runs in operation: serving, job launchers, watching, other trainers' recipes, DALI, logs for MLPerf."""
+"""What surrounds runs: serving, job launchers, watching, other trainers' recipes, DALI, logs for MLPerf."""
