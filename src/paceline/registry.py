@@ -89,7 +89,6 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
     "functions": {},  # listed in paceline/__init__.py
     "models": {},  # listed in paceline.models.build
     "formats": {
-        "timm": "paceline.inference.formats:TIMM",
         "safetensors": "paceline.inference.formats:SAFETENSORS",
         "onnx": "paceline.inference.formats:ONNX",
         "torch-export": "paceline.inference.formats:PROGRAM",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +25,6 @@ from paceline.errors import CheckpointError, PacelineError, RecipeError
 from paceline.inference.atomic_output import check_output, put_in_place
 from paceline.inference.export_onnx import QuantizationResult, calibration_images, need_onnx, quantised, write_onnx
 from paceline.inference.formats import formats
-from paceline.inference.hub_export import write_hub_folder
 from paceline.inference.program import InBfloat16, preprocessing, write_program
 from paceline.inference.trained import open_exportable
 from paceline.recipe.load import Overrides
@@ -133,7 +131,7 @@ def file_metadata(saved: SavedWeights, request: ExportRequest) -> dict[str, str]
 
 def write_safetensors(request: ExportRequest, saved: SavedWeights, path: Path) -> None:
     """Write the tensors themselves."""
-    state: Mapping[str, Tensor] = saved.plain if request.quantize is None else _rounded(saved)
+    state: Mapping[str, Tensor] = saved.plain if request.quantize is None else rounded(saved)
     # Without a wrapper's prefix; unchanged if the network cannot be built.
     if any(all(name.startswith(each) for name in state) for each in WRAPPERS):
         with contextlib.suppress(PacelineError):
@@ -148,7 +146,7 @@ def write_tensors(path: Path, state: Mapping[str, Tensor], metadata: Mapping[str
     write_tensor_file(path, tensors, {**metadata, "format": "pt"})
 
 
-def _rounded(saved: SavedWeights) -> Mapping[str, Tensor]:
+def rounded(saved: SavedWeights) -> Mapping[str, Tensor]:
     """Round matrices and filters to bf16; norms, biases and statistics are small and stay in fp32."""
     rounded = {
         key: tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 and tensor.ndim > 1 else tensor
@@ -156,23 +154,6 @@ def _rounded(saved: SavedWeights) -> Mapping[str, Tensor]:
     }
     check_tensors(rounded, f"{saved.path} in bf16")
     return rounded
-
-
-def write_timm(request: ExportRequest, saved: SavedWeights, path: Path) -> float:
-    """Write a folder for ``timm.create_model``, and compare."""
-    saved.description("recipe")
-    state: Mapping[str, Tensor] = saved.plain
-    shown = saved
-    if request.quantize is not None:
-        state = _rounded(saved)
-        # timm loads fp32, so its outputs are those of the rounded weights.
-        read = {key: each.float() if each.dtype == torch.bfloat16 else each for key, each in state.items()}
-        shown = replace(saved, state=read, metadata={**saved.metadata, ROUNDED: "bf16"})
-    exportable = open_exportable(shown, trust_code=request.trust_code, target="timm")
-    # Under the names that timm expects.
-    renamed = strip_wrapper_prefix(exportable.network.state_dict(), state)[0]
-    write_weights = partial(write_tensors, state=renamed, metadata=file_metadata(saved, request))
-    return write_hub_folder(exportable, path, run=request.target, write_weights=write_weights)
 
 
 def write_onnx_file(request: ExportRequest, saved: SavedWeights, path: Path) -> float | QuantizationResult:

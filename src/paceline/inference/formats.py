@@ -47,13 +47,6 @@ class Format:
         return resolve_name(self.writer)(*arguments)
 
 
-TIMM = Format(
-    writer="paceline.inference.export:write_timm",
-    reader="timm",
-    rounds_to=("bf16",),
-    phrase="a folder that timm.create_model and the Hugging Face hub open",
-    place=0,
-)
 SAFETENSORS = Format(
     writer="paceline.inference.export:write_safetensors", ending=".safetensors", rounds_to=("bf16",), place=3
 )

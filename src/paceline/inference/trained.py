@@ -63,10 +63,5 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, target: str) -> Ex
         PacelineError: If the network's inputs are unknown.
     """
     exportable = trained_task(saved, trust_code=trust_code)(trained_recipe(saved)).exportable(saved, target)
-    if target == "timm" and (what := exportable.beyond_one_label):
-        raise RecipeError(
-            f"{saved.path} {what}, and timm's folders are for one label; use --format safetensors, onnx or "
-            "torch-export."
-        )
     exportable.network.requires_grad_(requires_grad=False)  # exported parameters need no gradients
     return exportable

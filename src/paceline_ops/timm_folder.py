@@ -7,16 +7,22 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from torch import Tensor
 
 from paceline.checkpoint.durable import hash_file
 from paceline.checkpoint.hub_folder import CONFIG, UNNAMED, WEIGHTS
+from paceline.checkpoint.state import strip_wrapper_prefix
 from paceline.checkpoint.weights import ROUNDED, SavedWeights, weights_sha256
-from paceline.errors import ModelError, RunDirectoryError
+from paceline.errors import ModelError, RecipeError, RunDirectoryError
+from paceline.inference.export import ExportRequest, file_metadata, rounded, write_tensors
+from paceline.inference.trained import open_exportable
 from paceline.models.build import HUB, hub_network
 from paceline.recipe.model import Model
 from paceline.records.events import for_display
@@ -27,6 +33,28 @@ from paceline.units import metric_unit
 
 # Keys of timm's architecture description that fine-tuning from the folder needs.
 _KEPT = ("first_conv", "classifier", "fixed_input_size", "min_input_size")
+
+
+def write_timm(request: ExportRequest, saved: SavedWeights, path: Path) -> float:
+    """Write a folder for ``timm.create_model``, and compare."""
+    saved.description("recipe")
+    state: Mapping[str, Tensor] = saved.plain
+    shown = saved
+    if request.quantize is not None:
+        state = rounded(saved)
+        # timm loads fp32, so its outputs are those of the rounded weights.
+        read = {key: each.float() if each.dtype == torch.bfloat16 else each for key, each in state.items()}
+        shown = replace(saved, state=read, metadata={**saved.metadata, ROUNDED: "bf16"})
+    exportable = open_exportable(shown, trust_code=request.trust_code, target="timm")
+    if what := exportable.beyond_one_label:
+        raise RecipeError(
+            f"{saved.path} {what}, and timm's folders are for one label; use --format safetensors, onnx or "
+            "torch-export."
+        )
+    # Under the names that timm expects.
+    renamed = strip_wrapper_prefix(exportable.network.state_dict(), state)[0]
+    write_weights = partial(write_tensors, state=renamed, metadata=file_metadata(saved, request))
+    return write_hub_folder(exportable, path, run=request.target, write_weights=write_weights)
 
 
 def write_hub_folder(
