@@ -8,12 +8,33 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 
 class PacelineError(Exception):
-    """Base of all errors with a message written for the user; each argument is a line of it."""
+    """Base of all errors with a message written for the user; each argument is a line of it.
+
+    The fields hold what a program may need of the message, where the code that raises it knows them.
+
+    Attributes:
+        key: The recipe key that it is about, dotted.
+        value: The value found.
+        path: The file or folder that it is about.
+        rule: What the value must be, in words that do not depend on the value.
+    """
 
     exit_code = 2
+
+    def __init__(
+        self,
+        *lines: object,
+        key: str | None = None,
+        value: object = None,
+        path: str | Path | None = None,
+        rule: str | None = None,
+    ) -> None:
+        super().__init__(*lines)
+        self.key, self.value, self.path, self.rule = key, value, path, rule
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.args))

@@ -83,10 +83,12 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
             candidates = keys_for(str(key)) if not path or our_key(str(key)) else similar
             if candidates:
                 options = " or ".join(f"'{candidate}'" for candidate in candidates)
-                raise RecipeError(f"{where}: unknown key '{dotted}'. Did you mean {options}?")
+                message = f"{where}: unknown key '{dotted}'. Did you mean {options}?"
+                raise RecipeError(message, key=dotted, value=value, rule="a known key")
             # Prefixed with its sections, as an override must write it: `lr` alone is not a key.
             hint = did_you_mean(str(key), fields, shown=lambda name: f"{path}{name}")
-            raise RecipeError(f"{where}: unknown key '{dotted}'.{hint} Keys of {owner}: {', '.join(fields)}.")
+            message = f"{where}: unknown key '{dotted}'.{hint} Keys of {owner}: {', '.join(fields)}."
+            raise RecipeError(message, key=dotted, value=value, rule="a known key")
         inner = subsection(section, key)
         if inner is not None:
             if value is None:
@@ -94,9 +96,9 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
             if not isinstance(value, Mapping):
                 keys = field_types(inner)
                 meant = f"Did you mean {dotted}.name={value}? " if "name" in keys and isinstance(value, str) else ""
-                raise RecipeError(
-                    f"{where}: '{dotted}' is a section, found {value!r}. {meant}Set one of its keys: {', '.join(keys)}."
-                )
+                message = f"{where}: '{dotted}' is a section, found {value!r}. {meant}"
+                message += f"Set one of its keys: {', '.join(keys)}."
+                raise RecipeError(message, key=dotted, value=value, rule="a section")
             check_known(value, where, inner, f"{dotted}.")
 
 
@@ -229,7 +231,10 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
                 raise RecipeError(
                     f"{where}: '{path}{key}' has no effect with {path}{applies.to}={_either((choice,))}; it needs "
                     f"{path}{applies.to}={_either(applies.values)}. "
-                    f"Remove it (on the command line: {path}{key}=null)."
+                    f"Remove it (on the command line: {path}{key}=null).",
+                    key=f"{path}{key}",
+                    value=value,
+                    rule="with effect",
                 )
         if subsection(section, key) is not None:
             check_effective(value, getattr(recipe, key), where, f"{path}{key}.")
@@ -267,7 +272,8 @@ def check_used(recipe: Recipe, origins: Mapping[str, Origin], unused: Mapping[st
     for key, reason in unused.items():
         setting = format_override(recipe, key)
         if origins.get(key) == "override":
-            raise RecipeError(f"override '{setting}' has no effect: {reason}. Remove it.")
+            message = f"override '{setting}' has no effect: {reason}. Remove it."
+            raise RecipeError(message, key=key, rule="with effect")
         if origins.get(key) == "file" and setting != format_override(Recipe(), key):
             notices.append(f"{setting} has no effect: {reason}")
     return tuple(notices)

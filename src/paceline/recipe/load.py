@@ -32,6 +32,7 @@ from paceline.storage.addresses import is_address, parse_address
 
 _MIRROR = "checkpoint.mirror"
 _MAX_SHOWN = 60
+_FOUND = "a shipped recipe, a file or a run directory"
 _LONG = 5  # letters
 _ENDINGS = (".yaml", ".yml")
 SHIPPED = Path(__file__).parent.parent / "recipes"
@@ -115,8 +116,8 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
         refuse_foreign_code(foreign, recipe, str(where), trusted=False, keys=(*CODE_KEYS, *TRAINING_CODE_KEYS))
     kinds: tuple[Kind, ...] = ("optimizers", "schedules", "losses", "augmentations")
     for kind, key in zip(kinds, TRAINING_CODE_KEYS, strict=True):
-        if reason := name_problem(kind, attrgetter(key)(recipe)):
-            raise RecipeError(f"{source}: {key}: {reason}.")
+        if reason := name_problem(kind, name := attrgetter(key)(recipe)):
+            raise RecipeError(f"{source}: {key}: {reason}.", key=key, value=name, rule="a known name")
     origins: dict[str, layers.Origin] = dict.fromkeys(layers.set_keys(tree), "file")
     origins |= dict.fromkeys(layers.set_keys(override_tree), "override")
     # Stored with the run, paths must mean the same in every working directory.
@@ -165,7 +166,8 @@ def refuse_training_overrides(overrides: Overrides) -> None:
     for key in set_by(overrides):
         # `evaluate.metrics` adds figures to a score; `evaluate.metric` selects the best checkpoint.
         if key.startswith(_FOR_TRAINING) and not key.startswith("evaluate.metrics"):
-            raise RecipeError(f"override '{key}' has no effect: saved weights are scored, not trained. Remove it.")
+            message = f"override '{key}' has no effect: saved weights are scored, not trained. Remove it."
+            raise RecipeError(message, key=key, rule="with effect")
 
 
 def set_by(overrides: Overrides) -> tuple[str, ...]:
@@ -258,21 +260,27 @@ def _locate(source: str | Path, base_dir: Path = Path()) -> Path:
             return path
         is_folder = path.is_dir()
     except OSError as error:
-        raise RecipeError(f"no recipe '{source}': {error.strerror}. Correct the path.") from error
+        message = f"no recipe '{source}': {error.strerror}. Correct the path."
+        raise RecipeError(message, path=path, rule=_FOUND) from error
     if is_folder:
         raise RecipeError(
             f"'{source}' is a folder, but a recipe is a name or a YAML file; to train on a folder of images: "
-            f"paceline train image_folder data.path={source}"
+            f"paceline train image_folder data.path={source}",
+            path=path,
+            rule=_FOUND,
         )
     if kind := special_kind(path):
-        raise RecipeError(f"'{source}' is {kind}, but a recipe is a name or a YAML file. Correct the path.")
+        message = f"'{source}' is {kind}, but a recipe is a name or a YAML file. Correct the path."
+        raise RecipeError(message, path=path, rule=_FOUND)
     if path.suffix in _ENDINGS or (os.sep in str(source) and "=" not in str(source)):
-        raise RecipeError(_no_file(str(source), base_dir))
+        raise RecipeError(_no_file(str(source), base_dir), path=path, rule=_FOUND)
     if hint := did_you_mean(str(source), [*shipped, *(entry.name for entry in base_dir.glob("*.y*ml"))]):
-        raise RecipeError(f"no recipe '{source}'.{hint} `paceline recipes` lists all.")
+        raise RecipeError(f"no recipe '{source}'.{hint} `paceline recipes` lists all.", path=path, rule=_FOUND)
     raise RecipeError(
         f"no recipe '{source}': it is neither a shipped recipe nor an existing file or run directory; "
-        "`paceline recipes` lists the shipped ones."
+        "`paceline recipes` lists the shipped ones.",
+        path=path,
+        rule=_FOUND,
     )
 
 
@@ -308,13 +316,17 @@ def _with_base(path: Path, source: str | Path, notices: list[str], stored: dict[
     try:
         base_path = sibling if sibling.is_file() else _locate(str(base), path.parent)
     except RecipeError as error:
-        raise RecipeError(f"{path}: base: {error}") from None
+        raise RecipeError(f"{path}: base: {error}", key="base", value=base, path=path, rule=error.rule) from None
     base_tree = _read(base_path, notices, str(base))
     if is_stored(base_path, str(base)) or path in stored:
         stored[base_path] = dict(base_tree)
     if "base" in base_tree:
         raise RecipeError(
-            f"{path}: its base '{base}' has a base itself, but one level is the limit; copy the keys you need."
+            f"{path}: its base '{base}' has a base itself, but one level is the limit; copy the keys you need.",
+            key="base",
+            value=base,
+            path=path,
+            rule="one level",
         )
     layers.check_known(base_tree, str(base_path))
     return layers.merge(base_tree, tree, notices)
@@ -327,11 +339,12 @@ def _read(path: Path, notices: list[str], source: str | Path) -> layers.Tree:
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         is_data = any(each.reads(Place(path)) for each in entries())
         hint = " If it is data, name it in a recipe with task and data.path (docs/guide/language-models.md)." * is_data
-        raise RecipeError(f"{path}: not readable as YAML{_cause(error)}{hint}") from None
+        raise RecipeError(f"{path}: not readable as YAML{_cause(error)}{hint}", path=path, rule="YAML") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping of sections, found a {type(tree).__name__}.")
+        message = f"{path}: a recipe is a mapping of sections, found a {type(tree).__name__}."
+        raise RecipeError(message, value=tree, path=path, rule="a mapping of sections")
     return layers.normalize_case(with_new_names(tree, None if is_stored(path, source) else notices))
 
 
@@ -363,21 +376,24 @@ def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
         dotted, equals, value = text.partition("=")
         if not equals or not dotted:
             folder = f"data.path={text}" if text and Path(text).is_dir() else "optimizer.lr=0.1"
-            raise RecipeError(f"found '{text}', but an override is KEY=VALUE, for example {folder}.")
+            message = f"found '{text}', but an override is KEY=VALUE, for example {folder}."
+            raise RecipeError(message, value=text, rule="KEY=VALUE")
         if dotted.count(".") >= MAX_DEPTH:
-            raise RecipeError(f"override '{dotted[:40]}…': a key has at most {MAX_DEPTH} levels.")
+            message = f"override '{dotted[:40]}…': a key has at most {MAX_DEPTH} levels."
+            raise RecipeError(message, key=dotted, value=value, rule=f"at most {MAX_DEPTH} levels")
         try:
             yield dotted.strip(), load_whole(value) if value.strip() else ""
         except yaml.YAMLError as error:
             shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
-            raise RecipeError(f"override '{shown}': the value is not readable as YAML{_cause(error)}") from None
+            message = f"override '{shown}': the value is not readable as YAML{_cause(error)}"
+            raise RecipeError(message, key=dotted.strip(), value=value, rule="YAML") from None
 
 
 def _validate(tree: layers.Tree, where: str) -> Recipe:
     try:
         recipe = _RECIPE.validate_python(tree)
     except ValidationError as error:
-        raise RecipeError(*_sentences(error, where)) from None
+        raise _refusal(error, where) from None
     layers.check_effective(tree, recipe, where)
     _check_addresses(recipe)
     return recipe
@@ -393,12 +409,17 @@ def _check_addresses(recipe: Recipe) -> None:
         if (path := attrgetter(key)(recipe)) is not None and is_address(path):
             parse_address(path, key=key)
     if recipe.checkpoint.mirror is not None and not parse_address(recipe.checkpoint.mirror, key=_MIRROR).can_write:
-        raise RecipeError(f"{_MIRROR}={recipe.checkpoint.mirror}: it is not writable; give s3://, gs:// or az://.")
+        message = f"{_MIRROR}={recipe.checkpoint.mirror}: it is not writable; give s3://, gs:// or az://."
+        raise RecipeError(message, key=_MIRROR, value=recipe.checkpoint.mirror, rule="writable")
 
 
-def _sentences(error: ValidationError, where: str) -> list[str]:
-    """Return one sentence per wrong key; a union's complaints are joined by 'or'."""
+def _refusal(error: ValidationError, where: str) -> RecipeError:
+    """Return the error with one sentence per wrong key; a union's complaints are joined by 'or'.
+
+    Its fields are those of the first key.
+    """
     sentences: dict[str, str] = {}
+    found: dict[str, tuple[Any, str]] = {}
     rules: dict[str, list[str]] = {}
     choices: dict[str, list[str]] = {}
     hints: dict[str, str] = {}
@@ -411,10 +432,12 @@ def _sentences(error: ValidationError, where: str) -> list[str]:
         key = _field_path(known)
         if item["type"] == "value_error":  # a message of Paceline's own, which is a complete sentence
             sentences[key] = item["msg"].removeprefix("Value error, ")
+            found[key] = (item["input"], sentences[key].partition(", but ")[2])
             continue
         if item["type"] == "unexpected_keyword_argument":
             *_, parent, unknown = item["loc"]
             sentences[key] = f"found the key {unknown!r} in {parent!r}, which is not allowed there"
+            found[key] = (item["input"], "a known key")
             continue
         if item["type"] == "literal_error":
             choices.setdefault(key, []).extend(re.findall("'([^']*)'", item["ctx"]["expected"]))
@@ -426,8 +449,12 @@ def _sentences(error: ValidationError, where: str) -> list[str]:
         value = repr(item["input"])
         value = value if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]}…"
         rule_text = " or ".join(dict.fromkeys(rules[key])).replace(" or it must be ", " or ")
-        sentences[key] = f"found {value}, but {rule_text.replace('a valid tuple', 'a list')}"
-    return [f"{where}: {key}: {sentence}.{hints.get(key, '')}" for key, sentence in sentences.items()]
+        rule_text = rule_text.replace("a valid tuple", "a list")
+        sentences[key] = f"found {value}, but {rule_text}"
+        found[key] = (item["input"], rule_text.removeprefix("it must be "))
+    lines = [f"{where}: {key}: {sentence}.{hints.get(key, '')}" for key, sentence in sentences.items()]
+    key, (value, rule) = next(iter(found.items()))
+    return RecipeError(*lines, key=key, value=value, rule=rule)
 
 
 # Replacements for pydantic's own messages where those would not help.

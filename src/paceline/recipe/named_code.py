@@ -77,5 +77,9 @@ def refuse_foreign_code(
         if code := next((each for each in _names(stored) if _is_code(each) and each in used), ""):
             raise RecipeError(
                 f"{where} names code to import, {key}={code}; opening a file never runs code unless you allow it: "
-                "add --trust-code if you know where it comes from."
+                "add --trust-code if you know where it comes from.",
+                key=key,
+                value=code,
+                path=where,
+                rule="no code",
             )

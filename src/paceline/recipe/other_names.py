@@ -79,7 +79,10 @@ def with_new_names(tree: Mapping[str, Any], notices: list[str] | None = None, pa
         name = key if new == dotted else new.rpartition(".")[2]
         if name != key and name in tree:
             raise RecipeError(
-                f"found '{dotted}' and '{new}', the old and the new name of the same key; remove '{dotted}'."
+                f"found '{dotted}' and '{new}', the old and the new name of the same key; remove '{dotted}'.",
+                key=dotted,
+                value=value,
+                rule="under one name",
             )
         if name != key and notices is not None:
             notices.append(f"{dotted} is now called {new}; the old name works until version 1.0")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from golden_sentences import check_sentence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data.image.datasets import open_dataset
 from paceline.errors import DataError, RecipeError
-from paceline.recipe import load, other_names
+from paceline.recipe import layers, load, other_names
 from paceline.recipe.load import Overrides, differences, load_recipe, recipe_digest, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 
@@ -29,33 +29,37 @@ def plain(overrides: Overrides = ()) -> Recipe:
     return stored_recipe({"data": {"dataset": "digits"}}, "plain", overrides)
 
 
-def refusal(*overrides: str, source: str | Path | None = None) -> str:
+def refusal(*overrides: str, source: str | Path | None = None) -> RecipeError:
+    """The error of a recipe, whose sentence is in the golden file."""
     with pytest.raises(RecipeError) as caught:
         plain(overrides) if source is None else load_recipe(source, overrides)
-    return str(caught.value)
+    check_sentence(caught.value)
+    return caught.value
 
 
 # ---------------------------------------------------------------------------------------------- keys
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "key"),
     [
-        ("optimzer.lr=1", "unknown key 'optimzer'. Did you mean 'optimizer'? Keys of a recipe: task, seed, model"),
-        ("optimizer.lrr=1", "unknown key 'optimizer.lrr'. Did you mean 'optimizer.lr'? Keys of 'optimizer': name,"),
-        ("data.augment.flp=1", "unknown key 'data.augment.flp'. Did you mean 'data.augment.flip'? Keys of 'data"),
-        ("nothing.like.it=1", "unknown key 'nothing'. Keys of a recipe:"),
+        ("optimzer.lr=1", "optimzer"),
+        ("optimizer.lrr=1", "optimizer.lrr"),
+        ("data.augment.flp=1", "data.augment.flp"),
+        ("nothing.like.it=1", "nothing"),
     ],
 )
-def test_an_unknown_key_is_refused_at_every_depth(override: str, message: str, tmp_path: Path) -> None:
+def test_an_unknown_key_is_refused_at_every_depth(override: str, key: str, tmp_path: Path) -> None:
     dotted, _, value = override.partition("=")
-    assert refusal(override).startswith(f"override '{dotted}': {message}")
+    error = refusal(override)
+    assert (error.key, error.rule) == (key, "a known key")
 
     tree: Any = yaml.safe_load(value)
-    for key in reversed(dotted.split(".")):
-        tree = {key: tree}
+    for part in reversed(dotted.split(".")):
+        tree = {part: tree}
     path = write(tmp_path, "mine.yaml", yaml.safe_dump(tree))
-    assert refusal(source=path).startswith(f"{path}: {message}")
+    again = refusal(source=path)
+    assert (again.key, again.value, again.rule) == (key, error.value, "a known key")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +71,8 @@ def test_an_unknown_key_is_refused_at_every_depth(override: str, message: str, t
     ],
 )
 def test_what_other_trainers_call_a_key_is_understood(word: str, key: str) -> None:
-    assert refusal(f"{word}=1") == f"override '{word}': unknown key '{word}'. Did you mean '{key}'?"
+    assert refusal(f"{word}=1").key == word
+    assert layers.keys_for(word.rpartition(".")[2]) == [key]
 
 
 def test_every_word_of_other_trainers_names_a_key_and_is_none() -> None:
@@ -88,12 +93,16 @@ def _dotted(tree: dict[str, Any], path: str = "") -> list[str]:
 
 
 def test_a_name_for_a_section_is_answered_with_its_name_key() -> None:
-    assert "found 'resnet18'. Did you mean model.name=resnet18?" in refusal("model=resnet18")
-    assert "Did you mean" not in refusal("data=photos")
+    for override in ("model=resnet18", "data=photos"):
+        error = refusal(override)
+        assert (f"{error.key}={error.value}", error.rule) == (override, "a section")
 
 
-def test_a_folder_for_an_override_is_taken_for_the_data(tmp_path: Path) -> None:
-    assert refusal(str(tmp_path)).endswith(f"an override is KEY=VALUE, for example data.path={tmp_path}.")
+def test_a_folder_for_an_override_is_taken_for_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    error = refusal("photos")
+    assert (error.value, error.rule) == ("photos", "KEY=VALUE")
 
 
 @pytest.mark.parametrize("text", ["optimizer:", "optimizer: {lr: 0.1}\nschedule:\n", ""])
@@ -102,70 +111,77 @@ def test_an_empty_section_or_file_has_its_defaults(text: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "key", "rule"),
     [
-        *((text, "is a section, found") for text in ("optimizer: 3", "optimizer: [lr]", "data: {augment: flip}")),
-        *((text, "a recipe is a mapping of sections, found a") for text in ("- a\n- b", "just words", "3")),
-        ("seed: 1\nseed: 2\n", "line 2, .*key '"),
-        ("optimizer:\n  lr: 1\n  lr: 2\n", "line 3, .*key '"),
-        ("data: {augment: {flip: 0.1, flip: 0.2}}", "line 1, .*key '"),
-        ("model: {options: {width: 4, width: 8}}", "line 1, .*key '"),
+        *((text, "optimizer", "a section") for text in ("optimizer: 3", "optimizer: [lr]")),
+        ("data: {augment: flip}", "data.augment", "a section"),
+        *((text, None, "a mapping of sections") for text in ("- a\n- b", "just words", "3")),
+        ("seed: 1\nseed: 2\n", None, "YAML"),
+        ("optimizer:\n  lr: 1\n  lr: 2\n", None, "YAML"),
+        ("data: {augment: {flip: 0.1, flip: 0.2}}", None, "YAML"),
+        ("model: {options: {width: 4, width: 8}}", None, "YAML"),
     ],
 )
-def test_a_file_holds_sections_of_keys_that_stand_once(text: str, message: str, tmp_path: Path) -> None:
-    assert re.search(message, refusal(source=write(tmp_path, "mine.yaml", text)))
+def test_a_file_holds_sections_of_keys_that_stand_once(text: str, key: str, rule: str, tmp_path: Path) -> None:
+    error = refusal(source=write(tmp_path, "mine.yaml", text))
+    assert (error.key, error.rule) == (key, rule)
 
 
 # -------------------------------------------------------------------------------------------- values
 
 
 WRONG = [
-    (["optimizer.lr=abc"], "optimizer.lr: found 'abc', but it must be a number"),
-    (["optimizer.lr=0"], "optimizer.lr: found 0, but it must be greater than 0"),
-    (["optimizer.lr=.nan"], "optimizer.lr: found .nan, but it must be "),
-    (["optimizer.name=adamw", "optimizer.betas=[0.9]"], "optimizer.betas: found [0.9], but it must be 'auto' or"),
-    (["optimizer.nesterov=1"], "optimizer.nesterov: found 1, but it must be true or false"),
-    (["seed=-1"], "seed: found -1, but it must be greater than or equal to 0"),
-    (["seed=1.5"], "seed: found 1.5, but it must be a whole number"),
-    ([f"seed={2**63}"], f"seed: found {2**63}, but it must be less than {2**63}"),
-    (["train.duration=5"], "train.duration: found 5, but a duration is a number with a unit: '3 epochs'"),
-    (["evaluate.every=on"], "evaluate.every: found on, but a duration is a number with a unit"),
-    (["train.precision=fp64"], "train.precision: found 'fp64', but it must be 'auto', 'fp32', 'bf16', 'fp16' or 'fp8'"),
-    (["evaluate.metric=true"], "evaluate.metric: found True, but it must be a valid string"),
-    (["data.channels=2"], "data.channels: found 2, but it must be 'auto' or 1 or 3"),
-    (["data.mean=0.5"], "data.mean: found 0.5, but it must be 'auto' or a list"),
-    (["data.augment.crop=random_resized", "data.augment.scale=[1.0, 0.5]"], "data.augment.scale: found [1.0, 0.5]"),
-    (["telemetry.trackers=[comet]"], "telemetry.trackers: found 'comet', but it must be 'tensorboard'"),
-    (["train.precision=fp16", "train.grad_scaler.growth_factor=1"], "train.grad_scaler.growth_factor: found 1,"),
-    (["model.options={drop_rate:0.5}"], "model.options: found the option 'drop_rate:0.5', but a name is letters,"),
+    (["optimizer.lr=abc"], "a number"),
+    (["optimizer.lr=0"], "greater than 0"),
+    (["optimizer.lr=.nan"], "a number"),
+    (["optimizer.name=adamw", "optimizer.betas=[0.9]"], "'auto' or a list with two numbers"),
+    (["optimizer.nesterov=1"], "true or false"),
+    (["seed=-1"], "greater than or equal to 0"),
+    (["seed=1.5"], "a whole number"),
+    ([f"seed={2**63}"], f"less than {2**63}"),
+    (["train.duration=5"], "a duration is a number with a unit"),
+    (["evaluate.every=on"], "a duration is a number with a unit"),
+    (["train.precision=fp64"], "'auto', 'fp32', 'bf16', 'fp16' or 'fp8'"),
+    (["evaluate.metric=true"], "a valid string"),
+    (["data.channels=2"], "'auto' or 1 or 3"),
+    (["data.mean=0.5"], "'auto' or a list"),
+    (["data.augment.crop=random_resized", "data.augment.scale=[1.0, 0.5]"], ""),
+    (["telemetry.trackers=[comet]"], "'tensorboard'"),
+    (["train.precision=fp16", "train.grad_scaler.growth_factor=1"], "greater than 1"),
+    (["model.options={drop_rate:0.5}"], "a name is letters, digits and underscores"),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "said"), WRONG)
-def test_a_wrong_value_is_refused_in_one_sentence(overrides: list[str], said: str) -> None:
-    message = refusal(*overrides)
-    assert message.startswith(f"plain: {said}"), message
-    assert message.endswith(".")
-    assert "\n" not in message
+@pytest.mark.parametrize(("overrides", "rule"), WRONG)
+def test_a_wrong_value_is_refused_in_one_sentence(overrides: list[str], rule: str) -> None:
+    error = refusal(*overrides)
+    assert error.key == overrides[-1].partition("=")[0]
+    assert error.rule is not None
+    assert error.rule.startswith(rule)
+    assert len(error.args) == 1
 
 
 def test_several_wrong_values_are_all_named() -> None:
-    message = refusal("optimizer.lr=0", "seed=-1")
-    assert [line.split(":")[1].strip() for line in message.splitlines()] == ["seed", "optimizer.lr"]
+    error = refusal("optimizer.lr=0", "seed=-1")
+    assert [line.split(":")[1].strip() for line in error.args] == ["seed", "optimizer.lr"]
+    assert (error.key, error.value, error.rule) == ("seed", -1, "greater than or equal to 0")
 
 
 @pytest.mark.parametrize("text", ["optimizer.lr", "=3", "optimizer", ""])
 def test_an_override_is_key_equals_value(text: str) -> None:
-    assert refusal(text) == f"found '{text}', but an override is KEY=VALUE, for example optimizer.lr=0.1."
+    error = refusal(text)
+    assert (error.value, error.rule) == (text, "KEY=VALUE")
 
 
 def test_an_override_that_is_not_yaml_is_refused() -> None:
-    assert refusal("optimizer.lr=[1").startswith("override 'optimizer.lr=[1': the value is not readable")
+    error = refusal("optimizer.lr=[1")
+    assert (error.key, error.value, error.rule) == ("optimizer.lr", "[1", "YAML")
 
 
 @pytest.mark.parametrize("text", ["data.path=photos #1", "data.path=#1", "model.options={a: 1} # mine"])
 def test_an_override_without_what_yaml_drops_is_refused(text: str) -> None:
-    assert "begins a comment" in refusal(text)
+    error = refusal(text)
+    assert (f"{error.key}={error.value}", error.rule) == (text, "YAML")
     for whole in ("'photos #1'", "photos#1"):
         assert Path(load_recipe("image_folder", [f"data.path={whole}"]).recipe.data.path or "").name == whole.strip("'")
 
@@ -201,7 +217,8 @@ def test_null_takes_a_key_or_section_away(tmp_path: Path) -> None:
     assert recipe.train.ema is None
 
     path = write(tmp_path, "mine.yaml", "train: {grad_scaler: {init_scale: 4}}\n")
-    assert "train.grad_scaler=null" in refusal(source=path)
+    error = refusal(source=path)
+    assert (error.key, error.rule) == ("train.grad_scaler", "with effect")
     assert load_recipe(path, ["train.grad_scaler=null"]).recipe.train.grad_scaler.init_scale == 65536.0
 
 
@@ -216,35 +233,34 @@ def test_options_of_ones_own_are_taken_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key", "needs"),
+    ("overrides", "key"),
     [
-        (["optimizer.betas=[0.9, 0.99]"], "optimizer.betas", "optimizer.name=adamw, lamb, lion or muon"),
-        (["optimizer.name=adamw", "optimizer.nesterov=true"], "optimizer.nesterov", "optimizer.name=sgd, lars or muon"),
-        (["data.path=x"], "data.path", "data.dataset=chat, cifar10, cifar100, coco, criteo, csv, "),
-        (["data.samples=4"], "data.samples", "data.dataset=discs, figures, synthetic or synthetic_clicks"),
-        (["data.augment.padding=2"], "data.augment.padding", "data.augment.crop=pad"),
-        (["data.augment.scale=[0.5, 1]"], "data.augment.scale", "data.augment.crop=random_resized"),
-        (["schedule.gamma=0.5"], "schedule.gamma", "schedule.name=step or exponential"),
-        (["schedule.anneal=linear"], "schedule.anneal", "schedule.name=one_cycle or trapezoid"),
-        (["train.grad_scaler.init_scale=4"], "train.grad_scaler", "train.precision=fp16"),
+        (["optimizer.betas=[0.9, 0.99]"], "optimizer.betas"),
+        (["optimizer.name=adamw", "optimizer.nesterov=true"], "optimizer.nesterov"),
+        (["data.path=x"], "data.path"),
+        (["data.samples=4"], "data.samples"),
+        (["data.augment.padding=2"], "data.augment.padding"),
+        (["data.augment.scale=[0.5, 1]"], "data.augment.scale"),
+        (["schedule.gamma=0.5"], "schedule.gamma"),
+        (["schedule.anneal=linear"], "schedule.anneal"),
+        (["train.grad_scaler.init_scale=4"], "train.grad_scaler"),
     ],
 )
-def test_a_key_without_effect_is_refused(overrides: list[str], key: str, needs: str) -> None:
-    message = refusal(*overrides)
-    assert message.startswith(f"plain: '{key}' has no effect with ")
-    assert f"it needs {needs}" in message
-    assert message.endswith(f" Remove it (on the command line: {key}=null).")
+def test_a_key_without_effect_is_refused(overrides: list[str], key: str) -> None:
+    error = refusal(*overrides)
+    assert (error.key, error.rule) == (key, "with effect")
 
 
 def test_a_tracker_is_named_once() -> None:
-    assert "but each tracker may be named only once" in refusal("telemetry.trackers=[csv, mlflow, csv]")
+    error = refusal("telemetry.trackers=[csv, mlflow, csv]")
+    assert (error.key, error.rule) == ("telemetry.trackers", "each tracker may be named only once")
 
 
 def test_keys_of_a_misspelt_data_set_are_left_to_who_opens_it() -> None:
     loaded = load_recipe("digits", overrides=["data.dataset=imagefolder", "data.path=photos"])
     with pytest.raises(DataError, match=r"data.dataset is 'imagefolder'; .* Did you mean 'image_folder'"):
         open_dataset(loaded.recipe.data)
-    assert "'data.samples' has no effect" in refusal("data.dataset=digits", "data.samples=4")
+    assert refusal("data.dataset=digits", "data.samples=4").key == "data.samples"
 
 
 def test_another_choice_drops_what_the_old_one_had_and_says_so(tmp_path: Path) -> None:
@@ -271,7 +287,7 @@ def test_another_model_has_the_options_of_its_own_layer_only(tmp_path: Path) -> 
 
 def test_what_the_same_layer_says_is_not_dropped(tmp_path: Path) -> None:
     path = write(tmp_path, "mine.yaml", "optimizer: {name: adamw, betas: [0.8, 0.9]}\n")
-    assert "has no effect" in refusal("optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]", source=path)
+    assert refusal("optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]", source=path).key == "optimizer.betas"
 
 
 UNUSED = {"parallel.bucket_cap_mb": "one process", "optimizer.decay_norm_and_bias": "nothing decays"}
@@ -292,7 +308,8 @@ def test_where_a_key_was_set_is_remembered(tmp_path: Path) -> None:
 def test_an_override_that_the_plan_does_not_use_is_refused(overrides: Overrides) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe("digits", overrides).checked(UNUSED)
-    assert str(caught.value) == "override 'parallel.bucket_cap_mb=7' has no effect: one process. Remove it."
+    check_sentence(caught.value)
+    assert (caught.value.key, caught.value.rule) == ("parallel.bucket_cap_mb", "with effect")
 
 
 def test_an_unused_key_of_a_file_is_told(tmp_path: Path) -> None:
@@ -317,13 +334,15 @@ def test_what_was_not_asked_for_is_not_told(tmp_path: Path) -> None:
         ("optimizer={name: adamw}", "optimizer.name"),
         ("train.duration=3 epochs", "train.duration"),
         ("parallel.bucket_cap_mb=3", "parallel.bucket_cap_mb"),
-        ("batch.growth={2: 64}", r"batch\.growth.*"),
+        ("batch.growth={2: 64}", "batch.growth"),
         ("data.holdout_fraction=0.3", "data.holdout_fraction"),
     ],
 )
 def test_saved_weights_are_scored_and_not_trained(override: str, key: str) -> None:
-    with pytest.raises(RecipeError, match=f"override '{key}' has no effect"):
+    with pytest.raises(RecipeError) as caught:
         load.refuse_training_overrides([override])
+    check_sentence(caught.value)
+    assert (caught.value.key, caught.value.rule) == (key, "with effect")
 
 
 def test_what_scoring_depends_on_may_be_overridden() -> None:
@@ -353,43 +372,36 @@ def test_base_may_be_a_shipped_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "text", "message"),
+    ("base", "text", "key", "rule"),
     [
-        ("base.yaml", "base: digits\n", "one level is the limit"),
-        ("base.yaml", "optimizr: {}\n", "/base.yaml: unknown key 'optimizr'"),
-        ("digit", "", "no recipe 'digit'"),
+        ("base.yaml", "base: digits\n", "base", "one level"),
+        ("base.yaml", "optimizr: {}\n", "optimizr", "a known key"),
+        ("digit", "", "base", "a shipped recipe, a file or a run directory"),
     ],
 )
-def test_a_base_that_cannot_be(base: str, text: str, message: str, tmp_path: Path) -> None:
+def test_a_base_that_cannot_be(base: str, text: str, key: str, rule: str, tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", text)
-    assert message in refusal(source=write(tmp_path, "mine.yaml", f"base: {base}\n"))
+    error = refusal(source=write(tmp_path, "mine.yaml", f"base: {base}\n"))
+    assert (error.key, error.rule) == (key, rule)
 
 
 # --------------------------------------------------------------------------------------------- finding
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    "source",
     [
-        ("./my.yaml", "there is no file './my.yaml'. Correct the path, "),
-        ("./mien.yaml", "there is no file './mien.yaml'. Did you mean './mine.yaml'? Correct the path, "),
-        ("mien.yml", "there is no file 'mien.yml'. Did you mean 'mine.yaml'? Correct the path, "),
-        ("digits.yaml", "there is no file 'digits.yaml'. Did you mean 'digits'? Correct the path, "),
-        ("runs/other", "there is no file or run directory 'runs/other'. Correct the path, "),
-        ("runs/frist", "there is no file or run directory 'runs/frist'. Did you mean 'runs/first'? Correct the path, "),
-        ("data.path=a/b", "no recipe 'data.path=a/b': it is neither "),
-        ("digitz", "no recipe 'digitz'. Did you mean 'digits'? "),
-        ("nothing", "no recipe 'nothing': it is neither a shipped recipe nor an existing file or run directory"),
+        *("./my.yaml", "./mien.yaml", "mien.yml", "digits.yaml"),
+        *("runs/other", "runs/frist", "data.path=a/b", "digitz", "nothing"),
     ],
 )
-def test_a_path_that_leads_to_no_recipe(tmp_path: Path, monkeypatch: Any, source: str, message: str) -> None:
+def test_a_path_that_leads_to_no_recipe(tmp_path: Path, monkeypatch: Any, source: str) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "mine.yaml", "seed: 1\n")
     (tmp_path / "runs" / "first").mkdir(parents=True)
     write(tmp_path / "runs" / "first", "recipe.yaml", "seed: 1\n")
-    assert refusal(source=source).startswith(message)
-    assert "`paceline recipes` lists " in refusal(source=source)
-    assert "efficientnet" not in refusal(source=source)
+    error = refusal(source=source)
+    assert (error.path, error.rule) == (Path(source), "a shipped recipe, a file or a run directory")
 
 
 @pytest.mark.parametrize("name", ["my-run", "~nobody-of-this-name"])
@@ -487,7 +499,7 @@ def test_the_order_of_patterns_is_a_difference() -> None:
     one = 'optimizer.groups={"fc.*": {lr_factor: 2}, "*.bias": {lr_factor: 3}}'
     other = 'optimizer.groups={"*.bias": {lr_factor: 3}, "fc.*": {lr_factor: 2}}'
     assert list(differences(plain([one]), plain([other]))) == ["optimizer.groups"]
-    assert "optimizer.groups" in refusal('optimizer.groups={"fc.*": {lr: 10}}')
+    assert refusal('optimizer.groups={"fc.*": {lr: 10}}').key == "optimizer.groups"
 
 
 def test_overrides_of_the_caller_stay_as_they_are() -> None:
@@ -512,5 +524,7 @@ def test_every_path_of_a_recipe_may_begin_at_home(tmp_path: Path, monkeypatch: p
 def test_pretrained_may_be_turned_off_with_initial_weights_of_ones_own() -> None:
     stored = {"model": {"pretrained": False, "initialize_from": "/weights.safetensors"}}
     assert stored_recipe(stored, "a recipe").model.initialize_from == "/weights.safetensors"
-    with pytest.raises(RecipeError, match=r"'model\.pretrained' has no effect"):
+    with pytest.raises(RecipeError) as caught:
         stored_recipe({"model": {**stored["model"], "pretrained": True}}, "a recipe")
+    check_sentence(caught.value)
+    assert (caught.value.key, caught.value.rule) == ("model.pretrained", "with effect")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_sentences import check_sentence
 
 from paceline.errors import RecipeError
 from paceline.recipe.load import differences, load_recipe, stored_recipe, to_yaml
@@ -70,8 +71,10 @@ def test_choices_may_be_written_in_any_case(tmp_path: Path, message: str, meant:
 def test_the_case_of_a_choice_is_no_other_choice() -> None:
     below = {"optimizer": {"name": "adamw", "betas": [0.8, 0.9]}}
     assert stored_recipe(below, "plain", ["optimizer.name=AdamW"]).optimizer.betas == (0.8, 0.9)
-    with pytest.raises(RecipeError, match="Did you mean 'linear'"):
+    with pytest.raises(RecipeError) as caught:
         stored_recipe({}, "plain", ["optimizer.lr_scaling=Liner"])
+    check_sentence(caught.value)
+    assert (caught.value.key, caught.value.value) == ("optimizer.lr_scaling", "Liner")
 
 
 def test_a_run_of_fine_tune_that_names_the_classifier_of_resnet_goes_on() -> None:
