@@ -19,6 +19,7 @@ from paceline.data.pipeline import Placement
 from paceline.errors import PacelineError
 from paceline.inference.predict import open_predictor
 from paceline.inference.trained import open_exportable
+from paceline.prediction.predictor import Prompt
 from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
@@ -274,11 +275,9 @@ def test_runs_and_weights_that_record_a_former_home_of_the_task(train: Make, tmp
     write_tensor_file(weights, saved.state, {**saved.metadata, "data": saved.metadata["data"].replace(now, before)})
     moved = read_weights(weights)
     assert moved.description("data")["task"] == f"{before}LanguageModeling"
-    cpu = torch.device("cpu")
-    text = [
-        list(open_predictor(each, device=cpu).write("the", Sampling(tokens=9))) for each in (whole.run_dir, weights)
-    ]
-    assert text[0] == text[1]
+    prompt, cpu = Prompt(text="the", tokens=9), torch.device("cpu")
+    replies = [open_predictor(each, device=cpu).reply(prompt) for each in (whole.run_dir, weights)]
+    assert replies[0] == replies[1]
     scores = [evaluate_target(EvaluationRequest(target=each)).metrics for each in (whole.run_dir, weights)]
     assert scores[0] == scores[1]
     assert open_exportable(moved, trust_code=False, target="onnx").kind == "tokens"
