@@ -16,7 +16,7 @@ class Published:
     Attributes:
         table: Which table, and so whose training loop.
         network: A shipped recipe, or one of ``SHAPES``.
-        cluster: A name of :mod:`paceline.clusters`.
+        cluster: A name of :mod:`paceline_advisor.clusters`.
         precision: fp32 (on A100 TF32), fp16 (mixed, with a loss scaler) or bf16 (mixed, without).
         batch: Samples of one GPU's pass.
         passes: In a step.

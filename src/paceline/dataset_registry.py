@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from paceline.errors import DataError, did_you_mean
 from paceline.files import is_ignored
-from paceline.references import call_reference, is_reference, load_reference
+from paceline.references import call_reference, is_ours, is_reference, load_reference
 from paceline.registry import built_in, installed, load
 
 _FAMILY = ":NAME"
@@ -31,7 +32,6 @@ _LOOKED_AT = 16  # files of each subfolder
 Opener = Callable[[Any], Any]
 """Opens a data set: of images from a ``paceline.data.image.dataset.DatasetRequest``, of others from ``recipe.data``."""
 AnyOpener = TypeVar("AnyOpener", bound=Opener)
-StandIn = Callable[[Any], tuple[Any, str]]
 Pictures = Callable[[Any], tuple[Any, tuple[str, ...]]]
 _T = TypeVar("_T")
 
@@ -43,6 +43,18 @@ class Size(NamedTuple):
     samples: int
     classes: int
     image_size: int
+
+
+class StandIn(NamedTuple):
+    """Generated data in place of a data set whose path is not given.
+
+    Attributes:
+        assume: Returns its ``data`` section, and a sentence that says what is assumed.
+        is_plannable: Whether `train --plan-only` takes it, too.
+    """
+
+    assume: Callable[[Any], tuple[Any, str]]
+    is_plannable: bool = False
 
 
 class Place:
@@ -85,8 +97,7 @@ class DatasetEntry:
         endings: Endings of its files' names, in lower case.
         sniff: Whether a folder, or a file with one of these endings, is such a data set; None: every such file is.
         size: Its typical size; None if unknown.
-        stand_in: Returns the ``data`` section of generated data like it, for estimates without its files, and a
-            sentence that says what is assumed; None if there is no such data.
+        stand_in: Generated data like it, for estimates without its files; None if there is none.
         pictures: If samples are annotated pictures: returns those of a recipe as an ``ImageDataset`` with any number of
             labels, for `paceline check-data`, and a sentence for each kind of implausible annotation.
     """
@@ -240,8 +251,13 @@ def _packages() -> tuple[str, ...]:
 
 @cache
 def _load(package: str) -> None:
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
-        importlib.import_module(module.name)
+    try:
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+            importlib.import_module(module.name)
+    except Exception as error:  # another package may fail in any way, which must not stop the others
+        if is_ours(package):
+            raise
+        warnings.warn(f"the data sets of the installed package {package} cannot be imported: {error}", stacklevel=2)
 
 
 class DatasetNames(Collection[str]):

@@ -103,7 +103,11 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
 def built_in(kind: Kind) -> dict[str, str]:
     """Return the names of a kind that Paceline's own packages define, and their references."""
     core = _BUILT_IN[kind]
-    return core | {name: value for name, value in _entry_points(kind) if is_ours(value) and name not in core}
+    found = dict(core)
+    for name, value in _entry_points(kind):
+        if is_ours(value) and name not in core and found.setdefault(name, value) != value:
+            raise _conflict(kind, name, found[name], value)
+    return found
 
 
 def installed(kind: Kind) -> dict[str, str]:
@@ -115,11 +119,14 @@ def installed(kind: Kind) -> dict[str, str]:
     ours, references = built_in(kind), dict[str, str]()
     for name, value in _entry_points(kind):
         if references.setdefault(name, ours.get(name, value)) != value and name not in ours:
-            raise PacelineError(
-                f"two installed packages register '{name}' in paceline.{kind}: {references[name]} and {value}; "
-                "uninstall one of them."
-            )
+            raise _conflict(kind, name, references[name], value)
     return {name: value for name, value in references.items() if name not in _BUILT_IN[kind]}
+
+
+def _conflict(kind: Kind, name: str, first: str, second: str) -> PacelineError:
+    return PacelineError(
+        f"two installed packages register '{name}' in paceline.{kind}: {first} and {second}; uninstall one of them."
+    )
 
 
 def _entry_points(kind: Kind) -> list[list[str]]:

@@ -12,7 +12,7 @@ import inspect
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -30,7 +30,7 @@ _EVERY_SECONDS = 5.0
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
 _NAMED = 10
 _EXAMPLES = "\n\nExamples:\n"
-PACKERS = load_all("packers")
+PACKERS: dict[str, Any] = {name: each for name, each in load_all("packers").items() if is_dataclass(each)}
 
 
 def _images(metavar: str | None = None, name: str | None = None) -> Shape:

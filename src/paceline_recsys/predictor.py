@@ -63,7 +63,8 @@ class ClickPredictor(Predictor):
     usual_batch = 1024
     unused_options = MappingProxyType(
         dict.fromkeys(
-            ("thresholds", "draw", "output", "batch_size", "stdin_image"), "these weights take lines of samples"
+            ("thresholds", "draw", "output", "batch_size", "stdin_image", "top_k"),
+            "these weights take lines of samples",
         )
     )
 

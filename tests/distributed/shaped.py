@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.clusters import Cluster, Link
 from paceline.errors import PacelineError
 from paceline.machine import available_cores
 from paceline.recipe.load import load_recipe, to_yaml
@@ -25,6 +24,7 @@ from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
 from paceline.units import Duration
 from paceline_advisor.bench.interleaved import recipe_for_timing
+from paceline_advisor.clusters import Cluster, Link
 from paceline_advisor.formulas.parallel_step import Host, ParallelConfig, Prediction, predict
 from paceline_advisor.scaling.here import measure, probe
 from paceline_advisor.scaling.network import describe

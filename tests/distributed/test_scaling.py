@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import shaped
 
-from paceline.clusters import Link
+from paceline_advisor.clusters import Link
 from paceline_advisor.formulas.scaling import Fabric
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.world_size(4)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.recipe.load import load_recipe
-from paceline.telemetry.energy import EnergyCounter
+from paceline_advisor.bench.energy import EnergyCounter
 
 GREEDY = """
 import torch

@@ -70,5 +70,5 @@ PROGRAM = Format(
 
 def formats() -> Mapping[str, Format]:
     """Return all formats by name, in the order of the help."""
-    found: dict[str, Format] = load_all("formats")
+    found = {name: each for name, each in load_all("formats").items() if isinstance(each, Format)}
     return dict(sorted(found.items(), key=lambda each: each[1].place))

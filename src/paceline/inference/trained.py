@@ -12,6 +12,7 @@ from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference, is_same_class
 from paceline.registry import built_in
+from paceline.storage.addresses import is_address
 from paceline.tasks.exportable import Exportable
 from paceline.tasks.task import Task, build_task, task_name
 
@@ -32,20 +33,30 @@ def trained_task(saved: SavedWeights, *, trust_code: bool) -> TaskMaker:
             imported.
     """
 
-    def make(recipe: Recipe) -> Task:
-        tree, where = saved.description("recipe"), str(saved.path)
-        trained = saved.description("data").get("task", "")
-        # A task given in Python is recorded in the data's description, not in the recipe.
-        is_built_in = recipe.task in built_in("tasks")
-        if is_built_in and trained and not is_same_class(trained, task_name(build_task(recipe))):
-            if not is_reference(trained):
-                raise RecipeError(
-                    f"the weights in {where} were trained with the task {trained}, which cannot be imported; make it "
-                    "a class of its module, or give load_predictor(task=...)."
-                )
-            recipe = replace(recipe, task=trained)
+    tree, where = saved.description("recipe"), str(saved.path)
+
+    def refuse_code(recipe: Recipe) -> None:
         # The recipe's data set is not opened, so its code need not be trusted.
         refuse_foreign_code({"task": recipe.task, "model": tree.get("model", {})}, recipe, where, trusted=trust_code)
+
+    def make(recipe: Recipe) -> Task:
+        refuse_code(recipe)
+        trained = saved.description("data").get("task", "")
+        if recipe.task not in built_in("tasks"):
+            return build_task(recipe)
+        if recipe.data.path is not None and is_address(recipe.data.path):
+            recipe = replace(recipe, data=replace(recipe.data, path=None))  # predicting needs no data, and copies none
+        task = build_task(recipe)
+        if not trained or is_same_class(trained, task_name(task)):
+            return task
+        # A task given in Python is recorded in the data's description, not in the recipe.
+        if not is_reference(trained):
+            raise RecipeError(
+                f"the weights in {where} were trained with the task {trained}, which cannot be imported; make it a "
+                "class of its module, or give load_predictor(task=...)."
+            )
+        recipe = replace(recipe, task=trained)
+        refuse_code(recipe)
         return build_task(recipe)
 
     return make

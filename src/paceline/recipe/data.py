@@ -364,7 +364,7 @@ def _or_installed(value: object, built_in: ValidatorFunctionWrapHandler) -> obje
     try:
         return built_in(value)
     except ValidationError:
-        if value in installed("backends"):
+        if isinstance(value, str) and value in installed("backends"):
             return value
         raise
 

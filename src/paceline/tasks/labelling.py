@@ -18,7 +18,7 @@ from paceline.data.image.decode import decode, upright_size
 from paceline.data.image.pipeline import rectangle
 from paceline.data.image.transforms import evaluation_image
 from paceline.data.pipeline import Normalize, Placement
-from paceline.errors import RecipeError, did_you_mean
+from paceline.errors import CheckpointError, RecipeError, did_you_mean
 from paceline.prediction.predictor import NOT_FINITE, Answer, Predictor, predict_ahead
 from paceline.prediction.sources import PictureFile
 from paceline.recipe.schema import Recipe
@@ -78,8 +78,11 @@ class Preprocessing:
 
         Raises:
             NotFiniteError: If it has a mean or a standard deviation that is not finite.
+            CheckpointError: If image files cannot have its channels.
         """
         check_scale(data, where)
+        if data["channels"] not in (1, 3):
+            raise CheckpointError(f"{where} describes images of {data['channels']} channels; image files have 1 or 3.")
         return cls(
             size=data.get("evaluation_size", data["image_size"]),
             channels=data["channels"],

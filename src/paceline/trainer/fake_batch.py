@@ -60,11 +60,16 @@ def with_placeholder_data(recipe: Recipe) -> tuple[Recipe, str | None]:
     return replace(recipe, data=assumed), notice
 
 
-def with_stand_in(recipe: Recipe) -> tuple[Recipe, str | None]:
-    """Return the recipe; without a data path, with the data that its data set gives for that, and a sentence."""
+def with_stand_in(recipe: Recipe, *, planned: bool = False) -> tuple[Recipe, str | None]:
+    """Return the recipe; without a data path, with the data that its data set gives for that, and a sentence.
+
+    Args:
+        recipe: The recipe.
+        planned: Whether only data sets count with which a run can be planned.
+    """
     for entry in named(recipe.data.dataset) if recipe.data.path is None else ():
-        if entry.stand_in is not None:
-            data, notice = entry.stand_in(recipe.data)
+        if entry.stand_in is not None and (entry.stand_in.is_plannable or not planned):
+            data, notice = entry.stand_in.assume(recipe.data)
             return replace(recipe, data=data), notice
     return recipe, None
 

@@ -124,7 +124,7 @@ def plan_only(
         PacelineError: For the mistakes that training would find before it starts, including a network's name or
             options.
     """
-    recipe, assumed = with_stand_in(loaded.recipe)
+    recipe, assumed = with_stand_in(loaded.recipe, planned=True)
     world = World(world_size=world_size, local_world_size=world_size) if world_size else read_launch(os.environ).world
     task = build_task(resumed_recipe(recipe, run_dir))
     # The run then needs its initial weights, which must be here or within reach.

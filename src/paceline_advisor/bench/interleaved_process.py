@@ -26,7 +26,6 @@ from paceline.data.order import StepGeometry
 from paceline.errors import PacelineError
 from paceline.recipe.load import load_recipe
 from paceline.telemetry.display import Display
-from paceline.telemetry.energy import EnergyCounter
 from paceline.telemetry.memory import peak_memory_bytes
 from paceline.trainer.listeners import Preview
 from paceline.trainer.loop import fit
@@ -35,6 +34,7 @@ from paceline.trainer.step import micro_batches
 from paceline.trainer.subject import Options
 from paceline.trainer.train import opened_run
 from paceline.world import World
+from paceline_advisor.bench.energy import EnergyCounter
 
 _LOOK_SECONDS = 0.2
 _TRIES = 50

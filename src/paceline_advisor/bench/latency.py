@@ -30,10 +30,10 @@ from paceline.plan.compute import resolve_channels_last, resolve_precision
 from paceline.recipe.load import load_recipe, stored_recipe
 from paceline.recipe.schema import Recipe
 from paceline.references import is_code_trusted
-from paceline.telemetry.energy import EnergyCounter
 from paceline.trainer.network import build_network
 from paceline.trainer.subject import Subject
 from paceline.world import World
+from paceline_advisor.bench.energy import EnergyCounter
 from paceline_advisor.commands import Bench
 
 _WARM_QUERIES = 10

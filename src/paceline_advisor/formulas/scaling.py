@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from paceline.clusters import Link
+from paceline_advisor.clusters import Link
 
 
 def ring_all_reduce_seconds(

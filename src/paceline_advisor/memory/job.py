@@ -10,8 +10,8 @@ from paceline.errors import RecipeError
 from paceline.models.build import parameter_count
 from paceline.plan import MachineFacts, ParameterNumbers
 from paceline.plan.strategy import exact_gradient_count
-from paceline.telemetry.allocations import Allocation
 from paceline.trainer.fake_step import FakeStep
+from paceline_advisor.memory.allocations import Allocation
 from paceline_advisor.memory.allocator import INTERVALS, MIB, PLAIN, Settings
 from paceline_advisor.memory.replay import Peak, fits, peak_of
 from paceline_advisor.memory.trace import FIRST, STEP, Steps, StepTrace

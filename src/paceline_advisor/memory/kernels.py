@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from paceline.telemetry.allocations import NO_MEMORY
+from paceline_advisor.memory.allocations import NO_MEMORY
 
 # A one-channel filter without a dedicated kernel is padded to blocks of 16 by 16 channels.
 _PADDED = 256

@@ -14,10 +14,10 @@ from paceline.distributed.sharding import modules_to_shard
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.data import Mix
 from paceline.recipe.running import Parallel
-from paceline.telemetry.allocations import COPIES, Allocation
 from paceline.telemetry.memory import private_bytes
 from paceline_advisor.formulas.parallel_step import Gradient
 from paceline_advisor.formulas.parallel_step import buckets as filled_buckets
+from paceline_advisor.memory.allocations import COPIES, Allocation
 from paceline_advisor.memory.allocator import MIB
 from paceline_advisor.memory.trace import EVALUATION, FIRST, REHEARSAL, START, STEP, StepTrace
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from paceline.clusters import Cluster, Link
 from paceline.devices import recognise
 from paceline.errors import LaunchError, TrainingError
 from paceline.machine import available_cores, cpu_name
@@ -23,6 +22,7 @@ from paceline.processes import ProcessGroup
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
 from paceline_advisor.bench.interleaved import Variant, run_interleaved
+from paceline_advisor.clusters import Cluster, Link
 from paceline_advisor.formulas.parallel_step import SPREAD, OneDevice
 from paceline_advisor.scaling.room import Share
 

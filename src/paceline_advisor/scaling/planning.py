@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.clusters import find_cluster
 from paceline.command import Log
 from paceline.errors import PacelineError, RecipeError
 from paceline.machine import available_cores
@@ -18,6 +17,7 @@ from paceline.plan.rates import lr_factor
 from paceline.plan.strategy import choose_automatically
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
+from paceline_advisor.clusters import find_cluster
 from paceline_advisor.commands import Plan
 from paceline_advisor.scaling.here import cluster_here
 from paceline_advisor.scaling.room import Room, rooms

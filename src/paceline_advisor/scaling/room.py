@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from paceline.clusters import Cluster
 from paceline.devices import Device
 from paceline.distributed.device import describe_machine
 from paceline.errors import RecipeError
@@ -25,6 +24,7 @@ from paceline.recipe.training import Batch
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.units import format_bytes
+from paceline_advisor.clusters import Cluster
 from paceline_advisor.formulas.parallel_step import OneDevice
 from paceline_advisor.memory.job import Job
 from paceline_advisor.memory.trace import trace_steps, without_collection

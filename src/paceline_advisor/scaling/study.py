@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from paceline.clusters import Cluster, Link, find_cluster
 from paceline.command import Log
 from paceline.devices import find_device
 from paceline.errors import PacelineError, RecipeError
@@ -21,6 +20,7 @@ from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.registry import load
 from paceline.units import format_seconds
+from paceline_advisor.clusters import Cluster, Link, find_cluster
 from paceline_advisor.commands import Scale
 from paceline_advisor.formulas.parallel_step import (
     HOST_SECONDS,

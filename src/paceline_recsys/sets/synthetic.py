@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds
-from paceline.dataset_registry import dataset, open_dataset
+from paceline.dataset_registry import StandIn, dataset, open_dataset
 from paceline.errors import DataError, RecipeError
 from paceline.files import SkippedItems, visible_entries
 from paceline.recipe.data import Clicks, Data
@@ -195,7 +195,7 @@ def placeholder(data: Data) -> tuple[Data, str]:
     return Data(dataset="synthetic_clicks", samples=_KAGGLE_SAMPLES, recommendation=clicks), notice
 
 
-@dataset("criteo", kind="clicks", keys=("path", "validation_fraction", "recommendation"), stand_in=placeholder)
+@dataset("criteo", kind="clicks", keys=("path", "validation_fraction", "recommendation"), stand_in=StandIn(placeholder))
 def open_criteo(data: Data) -> ClickDataset:
     """Open text in Criteo's format: PATH/{train,val}, or a file or folder whose last lines are held out.
 

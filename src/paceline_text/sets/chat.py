@@ -13,7 +13,7 @@ from paceline.errors import DataError
 from paceline.files import SkippedItems
 from paceline.recipe.data import Data
 from paceline_text.corpus import StoredCorpus, TextDataset, stored
-from paceline_text.sets.documents import assumed_text
+from paceline_text.sets.documents import ASSUMED
 from paceline_text.tables import Row, read_table
 from paceline_text.tokenizer import HuggingFaceTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 
@@ -21,7 +21,12 @@ BoolArray = NDArray[np.bool_]
 _COLUMNS = (("messages",), ("prompt", "answer"), ("prompt", "completion"))
 
 
-@dataset("chat", kind="texts", keys=("path", "validation_fraction", "split_column", "text"), stand_in=assumed_text)
+@dataset(
+    "chat",
+    kind="texts",
+    keys=("path", "validation_fraction", "split_column", "text"),
+    stand_in=ASSUMED,
+)
 def open_chat(data: Data) -> TextDataset:
     """Open a table with the column `messages`, or `prompt` and `answer`; only answers are predicted.
 

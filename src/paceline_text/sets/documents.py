@@ -17,7 +17,7 @@ import numpy as np
 
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.data.tables import TableFile, choose_splits, file_problem, find_files, require_pyarrow
-from paceline.dataset_registry import dataset, open_dataset
+from paceline.dataset_registry import StandIn, dataset, open_dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
 from paceline.files import (
@@ -140,6 +140,9 @@ def assumed_text(data: Data) -> tuple[Data, str]:
     return replace(data, dataset=_REFERENCE), f"data.path is not set: {tokens}"
 
 
+ASSUMED = StandIn(assumed_text, is_plannable=True)
+
+
 @dataset("docs", kind="texts", keys=("validation_fraction", "text"))
 def open_docs(data: Data) -> TextDataset:
     """Open Python's documentation."""
@@ -147,7 +150,12 @@ def open_docs(data: Data) -> TextDataset:
     return from_documents("docs", train, validation, open_tokenizer(data.text.tokenizer))
 
 
-@dataset("text_folder", kind="texts", keys=("path", "validation_fraction", "text"), stand_in=assumed_text)
+@dataset(
+    "text_folder",
+    kind="texts",
+    keys=("path", "validation_fraction", "text"),
+    stand_in=ASSUMED,
+)
 def open_folder(data: Data) -> TextDataset:
     """Open a folder of .txt files."""
     if data.path is None:
@@ -157,7 +165,12 @@ def open_folder(data: Data) -> TextDataset:
     return from_documents("text_folder", train, validation, open_tokenizer(data.text.tokenizer), reason, left_out)
 
 
-@dataset("huggingface_text", kind="texts", keys=("path", "validation_fraction", "text"), stand_in=assumed_text)
+@dataset(
+    "huggingface_text",
+    kind="texts",
+    keys=("path", "validation_fraction", "text"),
+    stand_in=ASSUMED,
+)
 def open_huggingface(data: Data) -> TextDataset:
     """Open a column of a local Hugging Face dataset."""
     if data.path is None:
@@ -239,7 +252,7 @@ def _text_of(path: Path) -> str:
         raise DataError(file_problem(path)) from error
 
 
-@dataset("tokens", kind="texts", keys=("path", "text"), stand_in=assumed_text)
+@dataset("tokens", kind="texts", keys=("path", "text"), stand_in=ASSUMED)
 def open_packed(data: Data) -> TextDataset:
     """Open tokens that ``paceline pack --text`` wrote."""
     if data.path is None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from paceline.data.image.decode import decode
 from paceline.data.image.source import Image
 from paceline.data.splits import TEST, TRAIN, UNREAD_SPLITS, VALIDATION, split_folders, split_of
-from paceline.dataset_registry import dataset
+from paceline.dataset_registry import StandIn, dataset
 from paceline.errors import DataError
 from paceline.escaping import one_form, utf8
 from paceline.files import SkippedItems, list_files, refuse_archive, refuse_special_inputs
@@ -202,7 +202,9 @@ class CocoSource:
         return os.path.join(self._folder, self._annotations.names[int(self._samples[sample])])
 
 
-@dataset("coco", kind="boxes", keys=("path", "detection"), stand_in=assumed_shapes, pictures=pictures_with_boxes)
+@dataset(
+    "coco", kind="boxes", keys=("path", "detection"), stand_in=StandIn(assumed_shapes), pictures=pictures_with_boxes
+)
 def open_coco(data: Data) -> BoxDataset:
     """Open COCO's folders, or ``PATH/{train,val or test}/`` with pictures and ``annotations.json``.
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.clusters import Link
+from paceline_advisor.clusters import Link
 from paceline_advisor.formulas.catalogue import find_formula
 from paceline_advisor.formulas.scaling import (
     Fabric,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.clusters import Link
 from paceline.recipe.running import Parallel
+from paceline_advisor.clusters import Link
 from paceline_advisor.formulas.parallel_step import (
     BUCKET_CAP_MB,
     HOST_SECONDS,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.telemetry.allocations import COPIES, Allocation
+from paceline_advisor.memory.allocations import COPIES, Allocation
 from paceline_advisor.memory.allocator import MIB, Settings
 from paceline_advisor.memory.kernels import ROOM
 from paceline_advisor.memory.replay import fits, peak_of

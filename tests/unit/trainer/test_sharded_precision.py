@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from paceline.recipe.training import GradScaler
-from paceline.telemetry.allocations import COPIES, AllocationTrace
 from paceline.trainer.precision import Precision
+from paceline_advisor.memory.allocations import COPIES, AllocationTrace
 
 CPU = torch.device("cpu")
 

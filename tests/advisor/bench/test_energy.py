@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.telemetry.energy import EnergyCounter
+from paceline_advisor.bench.energy import EnergyCounter
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.clusters import CLUSTERS, find_cluster
 from paceline.devices import find_device
 from paceline.errors import DataError, RecipeError
+from paceline_advisor.clusters import CLUSTERS, find_cluster
 
 WITHIN = "within: {gigabytes_per_second: 20, latency_microseconds: 10}"
 NETWORK = "network: {gigabytes_per_second: 2.5, latency_microseconds: 30}"
