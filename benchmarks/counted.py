@@ -32,10 +32,10 @@ from paceline.devices import DEVICES
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.lecture_net import lecture_net
 from paceline.models.recompute import recompute_blocks
-from paceline.models.roofline import convolution_intensity, gemm_intensity, ridge_point
 from paceline.models.small_resnet import small_resnet
 from paceline.world import World
 from paceline_advisor.formulas.network import allocated_bytes, tile_overhead, training_state_bytes, zero_bytes
+from paceline_advisor.formulas.roofline import convolution_intensity, gemm_intensity, ridge_point
 
 Figures = dict[str, float]
 COUNTS: dict[str, Callable[[], Figures]] = {}

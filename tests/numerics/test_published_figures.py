@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.metrics.critical_batch import examples_ratio, steps_ratio
-from paceline.models.roofline import elementwise_intensity, gemm_intensity, peak_flops_per_second
 from paceline_advisor.formulas.catalogue import published
 from paceline_advisor.formulas.network import tile_count, wave_count, zero_bytes
+from paceline_advisor.formulas.roofline import elementwise_intensity, gemm_intensity, peak_flops_per_second
 from paceline_advisor.formulas.scaling import olympic_mean, progressive_resizing_minutes
 
 # The formulas of the tables, by name.

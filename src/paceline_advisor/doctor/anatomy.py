@@ -17,8 +17,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from paceline.data.batch import Batch, tensors_in
 from paceline.models.flops import StepWork, WorkCounter
-from paceline.models.roofline import intensity
 from paceline_advisor.doctor.findings import Place
+from paceline_advisor.formulas.roofline import intensity
 
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
 """Bytes of a number as matrix products read it, by precision."""

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.metrics import critical_batch as batch
-from paceline.models import roofline
-from paceline_advisor.formulas import network, scaling
+from paceline.models.roofline import utilisation
+from paceline_advisor.formulas import network, roofline, scaling
 from paceline_advisor.formulas.catalogue import published
 
 # The formulas of the tables, by name.
@@ -58,7 +58,7 @@ def test_gpt_utilisation_is_as_the_paper_prints_it(model: str) -> None:
     hidden, layers, samples, devices, seconds, in_model, in_hardware = KORTHIKANTI[model]
     sizes = (samples, 2048, hidden, layers, 51200)
     for count, printed in ((table.iteration_flops, in_model), (table.hardware_flops, in_hardware)):
-        assert 100 * roofline.utilisation(count(*sizes), seconds, 312e12, devices) == pytest.approx(printed, abs=0.3)
+        assert 100 * utilisation(count(*sizes), seconds, 312e12, devices) == pytest.approx(printed, abs=0.3)
 
 
 def test_recomputing_attention_costs_what_the_paper_says() -> None:
@@ -245,7 +245,7 @@ def test_ffcvs_rates_by_its_times(epochs: float, minutes: float, rate: float) ->
 
 def test_airbenchs_share_of_an_a100() -> None:
     assert roofline.sustained_flops_per_second(0.29e15, 2.59) == pytest.approx(112e12, rel=0.001)
-    assert roofline.utilisation(0.29e15, 2.59, 312e12) == pytest.approx(0.359, abs=5e-4)
+    assert utilisation(0.29e15, 2.59, 312e12) == pytest.approx(0.359, abs=5e-4)
 
 
 def test_steps_come_out_even_and_checkpoints_cost_little() -> None:
