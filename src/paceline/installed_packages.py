@@ -21,6 +21,7 @@ from typing import Any
 from paceline.files import TOO_FRESH_NS, remember
 from paceline.machine import cache_folder
 from paceline.plain_json import load_json
+from paceline.version import __version__
 
 _FORMAT = 1
 _GROUPS = "paceline."
@@ -42,7 +43,7 @@ def recall(kind: str, find: Callable[[], tuple[Any, Iterable[str] | None]]) -> A
             it must not be remembered.
     """
     packages = _metadata()
-    state = [_FORMAT, sys.version, packages]
+    state = [_FORMAT, __version__, sys.version, packages]
     place = repr([sys.executable, *dict.fromkeys(folder for folder, _, _ in packages)])
     path = cache_folder() / "installed" / f"{kind}-{zlib.crc32(place.encode(errors='backslashreplace')):08x}.json"
     with suppress(OSError, ValueError, LookupError, TypeError):

@@ -37,9 +37,10 @@ from typing import Any, Literal, TypeVar
 from paceline.errors import PacelineError, did_you_mean
 from paceline.installed_packages import entry_points
 from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES, UNSUPPORTED_OPTIMIZERS
-from paceline.references import is_ours, is_reference, load_reference
+from paceline.references import is_ours, is_reference, is_same_class, load_reference
 
 _T = TypeVar("_T")
+INCOMPLETE = "Paceline's installation is incomplete or stale: install it again (in a checkout, `pip install -e .`)"
 Kind = Literal[
     "optimizers",
     "schedules",
@@ -139,6 +140,11 @@ def known_names(kind: Kind) -> dict[str, str]:
     return library_names | installed(kind) | _BUILT_IN[kind]
 
 
+def name_of(kind: Kind, reference: str) -> str:
+    """Return the name of a class of Paceline's own, wherever it was before; the reference itself for others."""
+    return next((name for name, each in built_in(kind).items() if is_same_class(each, reference)), reference)
+
+
 def name_problem(kind: Kind, name: str) -> str:
     """Return what is wrong with a name, with the nearest names; empty if it is registered, or a reference."""
     if name in built_in(kind) or is_reference(name) or name in known_names(kind):
@@ -150,7 +156,7 @@ def name_problem(kind: Kind, name: str) -> str:
     suffix = ", another optimizer of torch.optim or timm" if kind == "optimizers" else ""
     return (
         f"unknown {noun} '{name}'.{did_you_mean(name, known_names(kind))} Known: {listed}{suffix}, or your own "
-        "package.module:name"
+        f"package.module:name{'' if built_in('commands') else f'. {INCOMPLETE}'}"
     )
 
 
@@ -164,7 +170,7 @@ def load(kind: Kind, name: str, error: type[PacelineError]) -> Any:
         raise error(f"{problem}.")
     names = built_in(kind)
     is_custom = name not in names and is_reference(name)
-    reference = name if is_custom else names.get(name) or known_names(kind)[name]
+    reference = names.get(name_of(kind, name), name) if is_custom else names.get(name) or known_names(kind)[name]
     target = load_reference(reference, error, installed=not is_custom)
     if not callable(target):
         raise error(f"'{reference}' is a {type(target).__name__}, which cannot be called: name a function or a class.")

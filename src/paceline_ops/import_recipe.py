@@ -60,8 +60,8 @@ class Import:
             from paceline_ops.imports.nvidia import convert_nvidia, read_nvidia
 
             return convert_nvidia(*read_nvidia(self.source), processes=self.processes, skipped=self.skip)
-        from paceline.models.build import published_settings
         from paceline_ops.imports.timm import InputSettings, convert_timm, read_timm
+        from paceline_ops.published import published_settings
 
         options, arguments = read_timm(self.source)
         name = str(arguments.get("model", "resnet50"))

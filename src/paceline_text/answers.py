@@ -83,9 +83,10 @@ class TextPredictor(Predictor):
         data = saved.description("data")
         self._saved, self.network, self.tokenizer, self._device = saved, network, tokenizer, device
         self.is_masked: bool = data["objective"] == "masked"
+        self.unused_options = {"stdin_image": "these weights are a language model and take no files"}
         if self.is_masked:
             why = "it is for text generation, and this model fills in masked tokens"
-            self.unused_options = dict.fromkeys(GENERATION, why)
+            self.unused_options |= dict.fromkeys(GENERATION, why)
         self._context: int = data["context"]
         self.answers_chats: bool = data.get("messages", False)
 
@@ -223,6 +224,7 @@ class TextLabeller(Predictor):
     holds = "a network of text"
     unused_options = MappingProxyType(
         dict.fromkeys(GENERATION, "it is for text generation, and this model classifies texts")
+        | {"stdin_image": "these weights take lines of text"}
     )
 
     def __init__(

@@ -45,6 +45,7 @@ def test_a_prompt_is_gone_on_from(paceline_here: Call, trained: Call) -> None:
     paceline_here("predict", run_dir, "--prompt", "", "--tokens", 5).ended(0)  # a document begins
     for source in (Path(__file__).parent, Path(__file__).parent / "gone.txt"):
         paceline_here("predict", run_dir, source).refused("a language model", "give --prompt TEXT")
+    paceline_here("predict", run_dir, "-", "--stdin-image").refused("--stdin-image has no effect", "take no files")
 
 
 def test_hidden_tokens_are_found(paceline_here: Call, trained: Call) -> None:

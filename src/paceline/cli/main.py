@@ -19,12 +19,11 @@ from paceline.cli.streams import discard_output, final_exit_code, wrap_streams
 from paceline.errors import PacelineError, did_you_mean
 from paceline.extras import missing_library
 from paceline.loading import loading
-from paceline.registry import built_in
+from paceline.registry import INCOMPLETE, built_in
 from paceline.units import format_bytes
 from paceline.version import __version__
 
 _EVERYTHING = "paceline.everything"
-_INCOMPLETE = " Paceline's installation is incomplete or stale: install it again (in a checkout, `pip install -e .`)."
 
 
 class _LazyGroup(click.Group):
@@ -54,7 +53,7 @@ class _LazyGroup(click.Group):
         if args[0] != "help" and reference_of(args[0]) is None:
             names = self.list_commands(ctx)
             message = f"there is no command '{args[0]}'.{did_you_mean(args[0], names)} Commands: {', '.join(names)}."
-            raise click.UsageError(message + _INCOMPLETE * (not built_in("commands")), ctx)
+            raise click.UsageError(message + f" {INCOMPLETE}." * (not built_in("commands")), ctx)
         return super().resolve_command(ctx, args)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:

@@ -12,6 +12,7 @@ from paceline.inference.onnx_predictor import OnnxPredictor
 from paceline.inference.trained import TaskMaker, trained_recipe, trained_task
 from paceline.prediction.predictor import Predictor
 from paceline.tasks.labelling import TrainedLabeller
+from paceline.tasks.own_code import refused
 
 
 def load_predictor(
@@ -58,4 +59,8 @@ def open_predictor(
             )
         return OnnxPredictor(target, device)
     saved = read_weights(target, weights, best=best)
-    return trained_task(saved, trust_code=trust_code)(trained_recipe(saved)).predictor(saved, device)
+    task = trained_task(saved, trust_code=trust_code)(trained_recipe(saved))
+    predictor = task.predictor(saved, device)
+    if not isinstance(predictor, Predictor):
+        raise refused(task, "predictor returned", predictor, "a Predictor of paceline.prediction.predictor")
+    return predictor

@@ -11,9 +11,10 @@ from paceline.recipe.load import stored_recipe
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference, is_same_class
-from paceline.registry import built_in
+from paceline.registry import built_in, name_of
 from paceline.storage.addresses import is_address
 from paceline.tasks.exportable import Exportable
+from paceline.tasks.own_code import refused
 from paceline.tasks.task import Task, build_task, task_name
 
 TaskMaker = Callable[[Recipe], Task]
@@ -50,6 +51,8 @@ def trained_task(saved: SavedWeights, *, trust_code: bool) -> TaskMaker:
         if not trained or is_same_class(trained, task_name(task)):
             return task
         # A task given in Python is recorded in the data's description, not in the recipe.
+        if (name := name_of("tasks", trained)) != trained:
+            return build_task(replace(recipe, task=name))
         if not is_reference(trained):
             raise RecipeError(
                 f"the weights in {where} were trained with the task {trained}, which cannot be imported; make it a "
@@ -73,6 +76,9 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, target: str) -> Ex
     Raises:
         PacelineError: If the network's inputs are unknown.
     """
-    exportable = trained_task(saved, trust_code=trust_code)(trained_recipe(saved)).exportable(saved, target)
+    task = trained_task(saved, trust_code=trust_code)(trained_recipe(saved))
+    exportable = task.exportable(saved, target)
+    if not isinstance(exportable, Exportable):
+        raise refused(task, "exportable returned", exportable, "an Exportable of paceline.tasks.exportable")
     exportable.network.requires_grad_(requires_grad=False)  # exported parameters need no gradients
     return exportable

@@ -33,6 +33,7 @@ from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import encode_json, write_bytes
 from paceline.references import is_reference, is_same_class
+from paceline.registry import name_of
 from paceline.tasks.task import Task, build_task, check_supported, task_name
 from paceline.trainer.evaluate import Evaluator, KeepOptions
 from paceline.trainer.network import place
@@ -246,7 +247,7 @@ def scoring_task(
     if trained and not is_same_class(trained, rebuilt):
         raise RecipeError(
             f"the weights in {saved.path} were trained with the task {trained}, but their recipe names {rebuilt}; "
-            "score them with task=package.module:name of that task."
+            f"score them with task={name_of('tasks', trained)}."
         )
     check_supported(task)
     if request.on == "holdout":

@@ -395,6 +395,15 @@ def test_a_network_that_cannot_be_traced(train: Any, tmp_path: Path, monkeypatch
         assert left(tmp_path) - {"__pycache__"} == before - {"__pycache__"}
 
 
+def test_a_class_of_ours_is_found_where_it_is_today() -> None:
+    former = "paceline.tasks.segmentation:Segmentation"
+    for task in ("image_classification", former):
+        described = {"data": json.dumps({"task": former}), "recipe": json.dumps({"task": task})}
+        saved = SavedWeights(state={}, weights="model", path=Path("a"), metadata=described)
+        made = trained_task(saved, trust_code=task == former)(trained_recipe(saved))
+        assert (type(made).__module__, type(made).__name__) == ("paceline_vision.segmentation.task", "Segmentation")
+
+
 def test_what_no_format_but_safetensors_holds() -> None:
     for task, said in (
         ("detection", "holds a detector.*use --format safetensors"),

@@ -24,10 +24,10 @@ from paceline.models.build import (
     check_published,
     model_names,
     parameter_count,
-    published_settings,
 )
 from paceline.models.small_resnet import small_resnet
 from paceline.recipe.model import Model
+from paceline_ops.published import published_settings
 from paceline_recsys.networks import build_click_model
 from paceline_text.models import build_language_model
 
