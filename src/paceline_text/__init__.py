@@ -1,0 +1,1 @@
+"""Language models, classifiers of texts and words, tokenizers, and networks of Transformers."""

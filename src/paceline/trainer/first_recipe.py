@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data.image.datasets import open_dataset
-from paceline.data.image.detection import detect
+from paceline.data.image.source_kind import detect
 from paceline.data.splits import split_folders
 from paceline.distributed.device import choose_device
 from paceline.distributed.environment import read_launch

@@ -12,12 +12,12 @@ import numpy as np
 
 from paceline.data.image.dataset import DatasetRequest
 from paceline.data.image.datasets import open_stored
-from paceline.data.image.detection import detect
 from paceline.data.image.mapped import MappedSource
 from paceline.data.image.selection import digest_of, stratified_subset, take_classes
 from paceline.data.image.sets.packed import Origin, PackedPixels, read_manifest
 from paceline.data.image.sets.parquet import LARGEST_KEPT, TableSource
 from paceline.data.image.source import FileSource, SampleSource, SubsetSource, encoded_source, leaf_sources
+from paceline.data.image.source_kind import detect
 from paceline.dataset_registry import find_dataset
 from paceline.errors import DataError
 from paceline.escaping import utf8
