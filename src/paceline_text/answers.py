@@ -19,7 +19,7 @@ from paceline.data.image.decode import BrokenImageError
 from paceline.errors import DataError, NotFiniteError, RecipeError
 from paceline.files import SkippedItems, has_extension, refuse_special_inputs
 from paceline.plain_json import load_json
-from paceline.prediction.predictor import GENERATION, NOT_FINITE, Answer, Predictor, Prepared, Prompt, Reply
+from paceline.prediction.predictor import GENERATION, NOT_FINITE, Answer, Predictor, Prompt, Reply
 from paceline.prediction.sources import PictureFile
 from paceline.recipe.data import Text
 from paceline.tasks.exportable import Exportable, Input
@@ -90,23 +90,12 @@ class TextPredictor(Predictor):
         self._context: int = data["context"]
         self.answers_chats: bool = data.get("messages", False)
 
-    def files(self, sources: Sequence[Path], left_out: SkippedItems) -> Iterator[PictureFile]:
-        """Refuse files.
-
-        Raises:
-            RecipeError: Always.
-        """
+    def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RecipeError(
             f"the weights in {self._saved.path} are a language model and take no files: give --prompt TEXT."
         )
 
-    def prepare(self, content: bytes) -> Prepared:
-        """Refuse a file, as :meth:`files` does."""
-        raise NotImplementedError
-
-    def answer(self, prepared: Sequence[Prepared], top_k: int) -> Sequence[Answer]:
-        """Refuse files, as :meth:`files` does."""
-        raise NotImplementedError
+    files = prepare = answer = _refuse
 
     def reply(self, prompt: Prompt) -> Reply:
         """Continue a prompt, or fill in its masked tokens."""

@@ -86,7 +86,7 @@ def entities_in(tags: torch.Tensor, types: torch.Tensor) -> tuple[torch.Tensor, 
     signed = types.to(tags.device, non_blocking=True)[tags]
     kinds, width = signed.abs(), tags.shape[1]
     begins = (signed < 0) | ((kinds > 0) & (kinds != F.pad(kinds, (1, -1))))
-    # Positions at which no entity goes on; the next one is the end.
+    # Positions that continue no entity; an entity ends at the next of them.
     stops = torch.where((kinds > 0) & ~begins, width, torch.arange(width, device=tags.device))
     return begins, kinds, F.pad(stops, (-1, 1), value=width).flip(1).cummin(dim=1).values.flip(1)
 

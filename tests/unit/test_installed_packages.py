@@ -1,4 +1,4 @@
-"""What installed packages register is remembered, for as long as they are installed."""
+"""Names that packages register are remembered while the same packages are installed."""
 
 from __future__ import annotations
 

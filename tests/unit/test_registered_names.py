@@ -521,7 +521,7 @@ def test_two_of_one_name_leave_ours_alone(stranger: Path, capsys: pytest.Capture
 
 
 def test_names_of_our_packages_are_built_in(stranger: Path) -> None:
-    """A task of a package beside ``paceline`` obeys the recipe's rules as one of the core does."""
+    """A name from one of Paceline's other packages obeys the recipe's rules, as the core's names do."""
     install(stranger, "ours", "[paceline.schedules]\nslope = paceline_slopes:slope\n")
     entry_points.cache_clear()
     assert "slope" in registry.built_in("schedules")

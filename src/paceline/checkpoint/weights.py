@@ -119,8 +119,8 @@ def checked_description(key: str, text: str) -> dict[str, Any]:
         if wrong:
             raise ValueError(f"found {wrong[0]}={str(entry[wrong[0]])[:80]}, but it must be a section")
     # A custom task, which has a colon in its name, may describe its data in its own format.
-    task = entry.get("task")
-    is_paceline_task = not isinstance(task, str) or ":" not in task or is_ours(task)
+    recorded = entry.get("task")
+    is_paceline_task = not isinstance(recorded, str) or ":" not in recorded or is_ours(recorded)
     is_scaled = isinstance(entry.get("mean"), list) and len(entry["mean"]) == entry.get("channels")
     rules = _RULES | ({"channels": _SIZE_RULE} if is_scaled else {})
     for name, value in entry.items() if key == "data" and is_paceline_task else ():

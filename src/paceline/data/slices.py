@@ -65,5 +65,5 @@ def first_samples(count: int) -> SampleSlice:
 
 
 def evenly_spaced(samples: int, count: int) -> SampleIds:
-    """Return at most ``count`` of so many samples, evenly spaced and including the last one, int64."""
+    """Return the ids of at most ``count`` samples of a data set, evenly spaced and including the last one."""
     return np.linspace(0, max(0, samples - 1), min(count, samples)).astype(np.int64)

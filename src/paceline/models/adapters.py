@@ -27,7 +27,7 @@ class PartlyNew(nn.Module):
 
     def new_layers(self) -> list[str]:
         """Return the names of the layers that get no adapters, since published weights may lack them."""
-        raise NotImplementedError
+        raise NotImplementedError  # not abstract: mixed into classes of networks, whose metaclass is another
 
 
 def add_adapters(network: nn.Module, adapters: Adapters) -> None:

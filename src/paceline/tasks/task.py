@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 Model = Callable[..., Any]
 BatchMaker = Callable[[int], Batch]
-"""Makes a micro-batch of so many samples."""
+"""Makes a micro-batch with a given number of samples."""
 _CPU = torch.device("cpu")
 
 # Reserved names of step records; names of durations end in _seconds.
@@ -321,7 +321,7 @@ class Task(ABC):
 
         Called if :attr:`has_known_shapes`; other batches are estimated from a few samples that are read.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # a task that sets the attribute has its own
 
     def on_fake_tensors(self, networks: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
         """Return a context in which networks run on tensors without values; None, the default, if they need none."""
@@ -332,7 +332,7 @@ class Task(ABC):
 
         Called if :attr:`can_shorten`.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # a task that sets the attribute has its own
 
     def data_digest(self, world: World) -> str | None:
         """Return the digest of the data; None if the task gives none."""
@@ -360,7 +360,7 @@ class Task(ABC):
 
     def score_only(self, ids: SampleIds, *, training: bool) -> None:
         """Score some training or validation samples, prepared as validation samples are, in place of the latter."""
-        raise NotImplementedError
+        raise NotImplementedError  # a task with :meth:`split_sizes` has its own
 
     def score_holdout(self, trained: str) -> None:
         """Score what the run held out of training, instead of the validation data.

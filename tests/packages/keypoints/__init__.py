@@ -1,4 +1,4 @@
-"""The point that a bright spot is at, in pictures that are drawn: a task of its own, all of it in this folder."""
+"""Keypoints: find the centre of a bright spot in a generated picture. The whole task is in this folder."""
 
 from __future__ import annotations
 
