@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeGuard
 import numpy as np
 import torch
 
-from paceline.data.batch import Backend, Batch, Progress
+from paceline.data.batch import Backend, Batch, Nested, Progress
 from paceline.data.image.datasets import LARGEST_SMALL_IMAGE, ImageDataset
 from paceline.data.image.feeding import FeedRates
 from paceline.data.image.source import MeasuredSource, SampleSource, SubsetSource, repeated, unrepeated
@@ -25,8 +25,9 @@ from paceline.data.image.transforms import Mixing, Shape, View, has_variation
 from paceline.data.loaders.memory import MemoryBackend, SyntheticBackend
 from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.data.order import StepGeometry, evaluation_rounds, evaluation_slices
-from paceline.data.pipeline import Normalize, Placement, to_device
+from paceline.data.pipeline import Placement, to_device
 from paceline.data.slices import SampleShapes
+from paceline.data.splits import Source
 from paceline.errors import RecipeError
 from paceline.machine import available_cores, memory_bytes
 from paceline.recipe.data import Data, Progressive
@@ -355,21 +356,21 @@ def _decoded(dataset: ImageDataset) -> tuple[int, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedSplit:
-    """One split of a dataset, and how to open a back-end for it.
+    """One split of a data set, and how to open a back-end for it.
 
     Attributes:
-        source: Its images.
+        source: Its samples.
         open: Opens the back-end; may report progress.
         shapes: Shape of each image, if not the same for all.
     """
 
-    source: SampleSource
+    source: Source[Any]
     open: Callable[[Progress | None], Backend]
     shapes: SampleShapes | None = None
 
 
 class ImagePipeline:
-    """Training and evaluation batches of an image dataset.
+    """Training and evaluation batches of two splits.
 
     Back-ends with loader processes open in :meth:`start`, others on first use, since decoding a whole set would be
     wasted if the run is already complete. Only the streams requested in :meth:`start` are loaded.
@@ -380,7 +381,7 @@ class ImagePipeline:
         *,
         train: OpenedSplit,
         evaluation: OpenedSplit,
-        normalize: Normalize,
+        normalize: Callable[[Nested], Nested],
         placement: Placement,
         has_workers: bool,
         mixing: Mixing | None = None,

@@ -62,6 +62,8 @@ class _Sample:
 class SliceReader:
     """Reads the samples of a slice in order; stateless, so that any process can read any slice."""
 
+    is_divisible = True
+
     def __init__(self, source: SampleSource, view: View, note: Callable[[int], None] | None = None) -> None:
         """Read samples from ``source`` for ``view``; ``note`` is called with each sample's id before it is read."""
         self._source = source

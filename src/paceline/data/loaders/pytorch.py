@@ -35,18 +35,19 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.sharedctypes import RawArray
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.data.batch import Batch, joined_along_samples
+from paceline.data.batch import Batch, joined_along_samples, tensors_in
 from paceline.data.image.reading import ReadFailure, SliceReader, unlink_shared_memory, unshared
 from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import View
 from paceline.data.preflight import SHARED_MEMORY
 from paceline.data.slices import SampleIds, SampleSlice
+from paceline.data.splits import Source
 from paceline.errors import DataError, LostWorkerError, OneProcessError
 from paceline.world import STOP_SIGNALS
 
@@ -86,16 +87,27 @@ _NO_THREAD = -2  # in place of the sample that a worker is reading
 _SOCKET_PATH = 107 if sys.platform == "linux" else 103
 
 
-class PytorchBackend:
-    """Serves one split from files; implements :class:`paceline.data.batch.Backend`.
+class Reader(Protocol):
+    """Reads micro-batches; stateless, so that any process can read any of them."""
+
+    is_divisible: bool
+    """Whether a micro-batch may be read in parts, which are then joined."""
+
+    def __getitem__(self, piece: SampleSlice) -> Batch | ReadFailure:
+        """Read the samples of a slice."""
+        ...
+
+
+class LoaderBackend:
+    """Serves one split, read in loader processes; implements :class:`paceline.data.batch.Backend`.
 
     Workers start immediately and serve all calls of :meth:`batches`, one call at a time.
     """
 
     def __init__(
         self,
-        source: SampleSource,
-        view: View,
+        source: Source[Any],
+        make_reader: Callable[[Callable[[int], None]], Reader],
         *,
         workers: int,
         prefetch: int = 2,
@@ -105,8 +117,8 @@ class PytorchBackend:
         """Read ``source`` in ``workers`` processes, or in the main process if 0.
 
         Args:
-            source: The split's images.
-            view: Preprocessing.
+            source: Names the split's samples in messages.
+            make_reader: Makes what reads them, given a function to call with each sample's number before it is read.
             workers: Loader processes.
             prefetch: Batches to prefetch per worker.
             pin_memory: Whether the batches of workers are moved to pinned memory, by a thread, for copies to a GPU.
@@ -118,7 +130,7 @@ class PytorchBackend:
         self._stream: Generator[Batch, None, None] | None = None
         with _starting(workers):
             self._worker_state = _WorkerState(workers, source)
-            self._reader = SliceReader(source, view, self._worker_state.note)
+            self._reader = make_reader(self._worker_state.note)
             self._loader = self._make_loader(workers, prefetch) if workers else None
             if self._loader is not None:
                 iter(self._loader)  # requests nothing yet: the order is empty
@@ -185,7 +197,7 @@ class PytorchBackend:
         first = next(coming, None)
         if first is None:
             return
-        parts = split_slice(first, self._loader.num_workers)
+        parts = split_slice(first, self._loader.num_workers) if self._reader.is_divisible else [first]
         self._order.slices = itertools.chain(parts, coming)
         with self._explained():
             results = iter(self._loader)
@@ -221,6 +233,19 @@ class PytorchBackend:
             raise
 
 
+class PytorchBackend(LoaderBackend):
+    """Serves one split of images from files.
+
+    Args:
+        source: The split's images.
+        view: Preprocessing.
+        settings: Settings of :class:`LoaderBackend`.
+    """
+
+    def __init__(self, source: SampleSource, view: View, **settings: Any) -> None:
+        super().__init__(source, partial(SliceReader, source, view), **settings)
+
+
 class _Order:
     """The loader's sampler: yields the slices to read now."""
 
@@ -233,7 +258,7 @@ class _Order:
 class _WorkerState:
     """Shared memory of the workers: whether the back-end is closing, and the sample that each worker is reading."""
 
-    def __init__(self, workers: int, source: SampleSource) -> None:
+    def __init__(self, workers: int, source: Source[Any]) -> None:
         self._source = source
         self._run_process = os.getpid()
         # Without workers, shared memory is unnecessary and may be unavailable (read-only /dev/shm).
@@ -359,8 +384,13 @@ def _put_failure(queue: Any, error: Exception, item: Any) -> None:
         number, batch = item
         queue._sem.acquire(block=False)  # noqa: SLF001 (the reader releases it)
         with queue._wlock:  # noqa: SLF001 (as the thread's own sends do)
-            queue._writer.send((number, unshared(error, batch.inputs.nbytes if isinstance(batch, Batch) else 0)))  # noqa: SLF001 (`put` needs this thread)
+            queue._writer.send((number, unshared(error, _size(batch))))  # noqa: SLF001 (`put` needs this thread)
     raise SystemExit  # this thread
+
+
+def _size(batch: Any) -> int:
+    """Return the bytes of a batch's tensors."""
+    return sum(each.nbytes for each in tensors_in(batch.inputs, batch.targets)) if isinstance(batch, Batch) else 0
 
 
 def _check_socket_path(directory: str) -> None:
@@ -376,7 +406,7 @@ def _check_socket_path(directory: str) -> None:
         )
 
 
-_OPEN: weakref.WeakSet[PytorchBackend] = weakref.WeakSet()
+_OPEN: weakref.WeakSet[LoaderBackend] = weakref.WeakSet()
 
 
 @contextmanager

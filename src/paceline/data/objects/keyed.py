@@ -1,0 +1,143 @@
+"""Read samples of your own with every generator keyed by (seed, epoch, sample), in whichever process reads them.
+
+Random transforms of Python, NumPy, torch (torchvision) and albumentations then draw the same numbers with any number of
+loader processes and ranks, and after any resume.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from paceline.data.batch import Batch, Nested
+from paceline.data.image.reading import ReadFailure
+from paceline.data.objects.parts import parts_of
+from paceline.data.objects.samples import Columns, Samples
+from paceline.data.random_draws import derive_seed
+from paceline.data.slices import SampleSlice
+
+# First number mixed into the seeds, so that training, evaluation and collating draw apart from one another.
+_DOMAINS = {"training": 0x747261696E, "held out": 0x68656C64, "collate": 0x636F6C6C}
+Domain = Literal["training", "held out", "collate"]
+Divide = Callable[[Any], tuple[Nested, Nested]]
+"""Divides a batch, as ``collate`` made it, into inputs and targets."""
+
+
+def seed_generators(*key: int, domain: Domain, others: tuple[Any, ...] = ()) -> None:
+    """Seed the global generators of Python, NumPy and torch (on the CPU), and those of ``others``.
+
+    Args:
+        key: Numbers that say what is drawn, such as (seed, epoch, sample).
+        domain: What the numbers are drawn for.
+        others: Objects with ``set_random_seed``, as albumentations has.
+    """
+    seed = derive_seed(_DOMAINS[domain], *key)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  # the generator that other people's transforms use
+    torch.default_generator.manual_seed(seed)
+    for each in others:
+        each.set_random_seed(seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Restore the global generators of Python, NumPy and torch (on the CPU) afterwards."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002  # as above
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002  # as above
+        torch.default_generator.set_state(states[2])
+
+
+def albumentations_in(data: Any) -> tuple[Any, ...]:
+    """Return the albumentations pipelines that a data set uses: they have generators of their own."""
+    found = [each for each in parts_of(data) if type(each).__module__.partition(".")[0] == "albumentations"]
+    return tuple(each for each in found if type(each).__name__ == "Compose" and hasattr(each, "set_random_seed"))
+
+
+class KeyedReader:
+    """Reads a micro-batch sample by sample; stateless, so that any process can read any micro-batch.
+
+    Args:
+        samples: The samples.
+        seed: The run's seed.
+        training: Whether they are trained on: their draws then differ from epoch to epoch.
+        divide: Divides a batch into inputs and targets.
+        note: Called with each sample's number before it is read.
+    """
+
+    is_divisible = False
+    """Whether a micro-batch may be read in parts: what ``collate`` makes cannot be joined."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        seed: int,
+        training: bool,
+        divide: Divide,
+        note: Callable[[int], None] | None = None,
+    ) -> None:
+        self.samples, self._seed, self._divide, self._note = samples, seed, divide, note
+        self._domain: Domain = "training" if training else "held out"
+        self._others = () if samples.columns is not None else albumentations_in(samples.data)
+
+    def __getitem__(self, piece: SampleSlice) -> Batch | ReadFailure:
+        sample = -1
+        try:
+            if self.samples.columns is not None:
+                made = _rows(self.samples.columns, torch.from_numpy(piece.ids))
+            else:
+                with kept_generators():
+                    read = []
+                    for sample, key in zip(piece.ids.tolist(), piece.variation_keys.tolist(), strict=True):
+                        read.append(self.read(sample, piece.epoch, key))
+                    sample = -1
+                    turn = (piece.epoch, piece.step, piece.logical_rank)
+                    seed_generators(self._seed, *turn, domain="collate")
+                    made = self.samples.collate(read)
+            inputs, targets = self._divide(made)
+        except Exception as error:  # noqa: BLE001  # raised by the training process, which knows what to stop
+            return _failure(self.samples, sample, piece, error)
+        return Batch(inputs, targets, piece.ids, piece)
+
+    def read(self, sample: int, epoch: int, key: int | None = None) -> Any:
+        """Read one sample, with the generators seeded for it.
+
+        Args:
+            sample: Its number.
+            epoch: The epoch, which has no effect on held-out samples.
+            key: The number that keys its draws; by default the sample's.
+        """
+        if self._note is not None:
+            self._note(sample)
+        turn = epoch if self._domain == "training" else 0
+        key = sample if key is None else key
+        seed_generators(self._seed, turn, key, domain=self._domain, others=self._others)
+        return self.samples.read(sample)
+
+
+def _rows(columns: Columns, ids: torch.Tensor) -> Any:
+    if isinstance(columns, dict):
+        return {name: each[ids] for name, each in columns.items()}
+    return [each[ids] for each in columns]
+
+
+def _failure(samples: Samples, sample: int, piece: SampleSlice, error: Exception) -> ReadFailure:
+    """Return the sentence for an error in your data set or collate function, with its traceback."""
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(".")
+    if sample >= 0:
+        return ReadFailure(f"reading {samples.path(sample)} failed: {said}", traceback.format_exc())
+    ids = ", ".join(map(str, piece.ids[:4])) + ", …" * (len(piece.ids) > 4)
+    hint = ""
+    if "equal size" in str(error):
+        hint = "; your samples differ in shape: give collate=, a function from a list of samples to a batch"
+    return ReadFailure(f"making a batch of {samples.role} samples {ids} failed: {said}{hint}", traceback.format_exc())
