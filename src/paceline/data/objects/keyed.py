@@ -94,7 +94,7 @@ class KeyedReader:
         sample = -1
         try:
             if self.samples.columns is not None:
-                made = _rows(self.samples.columns, torch.from_numpy(piece.ids))
+                made = _rows(self.samples.columns, torch.tensor(piece.ids))
             else:
                 with kept_generators():
                     read = []
