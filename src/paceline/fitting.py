@@ -17,8 +17,8 @@ from paceline.checkpoint.weights import load_trained, read_weights
 from paceline.data.objects.samples import take_apart
 from paceline.errors import CheckpointError, RecipeError
 from paceline.optim.own import own_optimizer
-from paceline.recipe.load import Overrides
-from paceline.recipe.schema import Recipe
+from paceline.recipe.load import Overrides, load_recipe
+from paceline.references import trusting_code
 from paceline.tasks.objects import ObjectsTask, gather
 from paceline.trainer.train import TrainResult
 from paceline.training import train
@@ -158,21 +158,19 @@ def fit(
     names |= {"optimizer": _name(optimizer)} if own is not None else {}
     names |= {} if schedule is None else {"schedule": _name(schedule)}
     chosen.set("fit", "objects", names)
-    kept: list[ObjectsTask] = []
-
-    def make(recipe: Recipe) -> ObjectsTask:
-        kept[:] = [ObjectsTask(recipe, objects)]
-        return kept[0]
-
+    make = functools.partial(ObjectsTask, objects=objects)
     trained = train(
         overrides=chosen.values,
         run_dir=run_dir,
         resume=resume,
         task=make,
         callbacks=callbacks,
+        processes=processes,
         quiet=quiet,
     )
-    result = FitResult(**{each.name: getattr(trained, each.name) for each in fields(trained)}, task=kept[0])
+    with trusting_code():  # the names of what was given, which is not imported
+        task = make(load_recipe(trained.run_dir).recipe)
+    result = FitResult(**{each.name: getattr(trained, each.name) for each in fields(trained)}, task=task)
     if isinstance(model, nn.Module):
         result.model  # noqa: B018  # the object gets its weights, as with other trainers
     return result

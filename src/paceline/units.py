@@ -158,7 +158,9 @@ def metric_title(name: str) -> str:
 def metric_unit(name: str) -> str:
     """Return the unit of a metric by its name: ``%`` for accuracies, IoU, mean average precision and F1."""
     is_error = re.match(r"(mae|rmse|r2)_", name)  # belongs to a column of numbers, which may have any name
-    is_share = re.search(r"_accuracy$|(^|_)(map\d*|(macro|micro|entity)_f1|entity_(precision|recall))$|^m?iou(_|$)", name)
+    is_share = re.search(
+        r"_accuracy$|(^|_)(map\d*|(macro|micro|entity)_f1|entity_(precision|recall))$|^m?iou(_|$)", name
+    )
     return "%" if is_share and not is_error else ""
 
 

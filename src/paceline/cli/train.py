@@ -175,11 +175,20 @@ def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json
     with loading():
         from paceline.report.html.page import report_at_the_end
         from paceline.telemetry.display import choose_display
+        from paceline.trainer.carried import read_carried
         from paceline.trainer.subject import Options
         from paceline.trainer.train import train_recipe
 
-    display = choose_display(sys.stderr if as_json else sys.stdout)
-    result = train_recipe(loaded, Options(run_dir=run_dir, resume=resume, display=display, report=report_at_the_end))
+    carried = read_carried()
+    options = Options(
+        run_dir=run_dir,
+        resume=resume,
+        display=choose_display(sys.stderr if as_json else sys.stdout),
+        task=carried.task,
+        callbacks=carried.callbacks,
+        report=report_at_the_end,
+    )
+    result = train_recipe(loaded, options)
     code = store_exit_code(StoppedError.exit_code if result.status == "stopped" else 0)
     if is_first_process():
         if as_json:
