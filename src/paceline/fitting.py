@@ -19,7 +19,7 @@ from paceline.errors import CheckpointError, RecipeError
 from paceline.optim.own import own_optimizer
 from paceline.recipe.load import Overrides, load_recipe
 from paceline.references import trusting_code
-from paceline.tasks.objects import ObjectsTask, gather
+from paceline.tasks.objects import Objects, ObjectsTask, gather
 from paceline.trainer.train import TrainResult
 from paceline.training import train
 
@@ -124,39 +124,23 @@ def fit(
         >>> result = paceline.fit(Net(), train_set, held_out, loss=F.cross_entropy, epochs=3, run_dir="runs/mine")
         >>> result.metrics["loss"], result.model
     """
+    parts = {"model": model, "train_set": train_set, "held_out": held_out, "collate": collate, "weights": weights}
+    parts |= {"loss": loss, "optimizer": _own_optimizer(optimizer, model), "schedule": schedule}
+    objects = gather(**parts, metrics=_checked_metrics(metrics), schedule_interval=schedule_interval)
     chosen = _Overrides(overrides)
-    given = dict(model=model, train_set=train_set, held_out=held_out, loss=loss, collate=collate, weights=weights)
-    if schedule_interval not in ("step", "epoch"):
-        raise RecipeError(
-            f"schedule_interval is {schedule_interval!r}; choose 'step' or 'epoch'.", key="schedule_interval"
-        )
-    own = _own_optimizer(optimizer, model)
-    objects = gather(
-        **given,
-        metrics=_named_metrics(metrics),
-        optimizer=own,
-        schedule=schedule,
-        schedule_interval=schedule_interval,
-    )
     chosen.set("epochs", "train.duration", None if epochs is None else f"{epochs} epochs")
     chosen.set("batch_size", "batch.global_size", batch_size, objects.train_set.batch_size or _BATCH)
     chosen.set("seed", "seed", seed)
     chosen.set("workers", "data.workers", None if workers == "auto" else workers)
-    if own is None:
-        chosen.set("optimizer", "optimizer.name", optimizer)
-    if own is None or inspect.isclass(own):
-        chosen.set("lr", "optimizer.lr", lr, _LR)
-    elif lr is not None:
-        raise RecipeError(f"lr={lr}, but optimizer is a function that sets it; leave one out.", key="lr", value=lr)
-    else:
-        chosen.set("optimizer", "optimizer.lr", _lr_of(own, model))
+    chosen.set("optimizer", "optimizer.name", optimizer if isinstance(optimizer, str) else None)
+    _set_rate(chosen, objects, lr)
     if schedule is None:
         chosen.set("schedule", "schedule.name", None, "constant")
+    names = {key: _name(value) for key, value in (parts | {"optimizer": optimizer}).items() if value is not None}
+    if isinstance(optimizer, str):
+        del names["optimizer"]
+    names |= {f"metrics.{key}": _name(value) for key, value in objects.metrics.items()}
     chosen.set("fit", "task", "fit")
-    names = {key: name for key, value in given.items() if value is not None and (name := _name(value))}
-    names |= {f"metrics.{key}": _name(value) for key, value in (metrics or {}).items()}
-    names |= {"optimizer": _name(optimizer)} if own is not None else {}
-    names |= {} if schedule is None else {"schedule": _name(schedule)}
     chosen.set("fit", "objects", names)
     make = functools.partial(ObjectsTask, objects=objects)
     trained = train(
@@ -168,12 +152,27 @@ def fit(
         processes=processes,
         quiet=quiet,
     )
-    with trusting_code():  # the names of what was given, which is not imported
+    with trusting_code():  # the recipe names what was given, and nothing of it is imported
         task = make(load_recipe(trained.run_dir).recipe)
     result = FitResult(**{each.name: getattr(trained, each.name) for each in fields(trained)}, task=task)
     if isinstance(model, nn.Module):
         result.model  # noqa: B018  # the object gets its weights, as with other trainers
     return result
+
+
+def _set_rate(chosen: _Overrides, objects: Objects, lr: float | None) -> None:
+    """Set the peak learning rate: what was asked, a usual one, or that of a function.
+
+    Raises:
+        RecipeError: If it was given twice.
+    """
+    own = objects.optimizer
+    if own is None or inspect.isclass(own):
+        chosen.set("lr", "optimizer.lr", lr, _LR)
+    elif lr is not None:
+        raise RecipeError(f"lr={lr}, but optimizer is a function that sets it; leave one out.", key="lr", value=lr)
+    else:
+        chosen.set("optimizer", "optimizer.lr", _lr_of(own, objects.model))
 
 
 class _Overrides:
@@ -239,7 +238,7 @@ def _lr_of(optimizer: Callable[..., Any], model: Any) -> float:
     return float(own_optimizer(optimizer, network, None).param_groups[0]["lr"])
 
 
-def _named_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+def _checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     found = dict(metrics or {})
     for name, each in found.items():
         if not name.isidentifier() or not callable(each):

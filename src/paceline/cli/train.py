@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +35,7 @@ from paceline.recipe.load import PATH_KEYS, LoadedRecipe, is_data, load_recipe, 
 from paceline.recipe.named_code import named_code
 from paceline.records.reader import beyond_until, read_environment, read_plan
 from paceline.records.run_directory import RunDirectory, existing_run
-from paceline.references import trusting_code
+from paceline.references import is_reference, trusting_code
 from paceline.units import counted, format_bytes, format_count, format_metric, format_seconds, metric_title
 from paceline.world import COMMAND_VARIABLE
 
@@ -185,7 +185,7 @@ def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json
         resume=resume,
         display=choose_display(sys.stderr if as_json else sys.stdout),
         task=carried.task,
-        callbacks=carried.callbacks,
+        callbacks=replace(carried.callbacks, prints=is_first_process()),
         report=report_at_the_end,
     )
     result = train_recipe(loaded, options)
@@ -223,7 +223,7 @@ def _show_result(result: TrainResult, recipe: Recipe) -> None:
     echo("Next:")
     if plan.get("sample_name") == "images":
         echo(f"  {program()} predict {typed} photo.jpg{trust}")
-    if plan.get("evaluation_samples") != 0:
+    if plan.get("evaluation_samples") != 0 and all(map(is_reference, recipe.objects.values())):
         echo(f"  {program()} evaluate {typed}{trust}")
     echo(f"  {program()} export {typed} --format safetensors --output model.safetensors{trust}")
     echo(f"  {program()} audit {typed}")

@@ -131,6 +131,8 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
         if data is None or not Path(data).is_relative_to(folder):
             notices.append(f"{source} is the shipped recipe; to mean the folder of that name here, write ./{source}")
     name = path.parent.name if path.name == "recipe.yaml" else path.stem
+    if source is None and recipe.task == "fit":
+        name = recipe.task
     return LoadedRecipe(recipe, name, tuple(notices), origins)
 
 

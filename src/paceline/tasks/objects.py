@@ -111,6 +111,9 @@ def gather(
     Raises:
         PacelineError: If something is of the wrong kind.
     """
+    if others.get("schedule_interval", "step") not in ("step", "epoch"):
+        found = others["schedule_interval"]
+        raise RecipeError(f"schedule_interval is {found!r}; choose 'step' or 'epoch'.", key="schedule_interval")
     made = train_set() if is_maker(train_set) else train_set
     train = take_apart(made, "train_set", collate)
     given = held_out() if is_maker(held_out) else held_out
@@ -163,8 +166,9 @@ def weigh(weights: Any, train: Samples, held_out: Samples | None) -> tuple[Sampl
             )
     if [len(each) for each in counted] != expected:
         raise RecipeError(
-            f"weights has {' and '.join(str(len(each)) for each in counted)} numbers for {' and '.join(map(str, expected))} "
-            "training and held-out samples; give a function of a sample, or a pair of arrays.",
+            f"weights has {' and '.join(str(len(each)) for each in counted)} numbers, but there are "
+            f"{' and '.join(map(str, expected))} training and held-out samples; give a function of a sample, or a pair "
+            "of arrays.",
             key="weights",
         )
     whole = [each.astype(np.int64) for each in counted]
