@@ -19,7 +19,7 @@ from paceline.errors import CheckpointError, RecipeError
 from paceline.optim.own import own_optimizer
 from paceline.recipe.load import Overrides, load_recipe
 from paceline.references import trusting_code
-from paceline.tasks.objects import Objects, ObjectsTask, gather
+from paceline.tasks.objects import Fit, Objects, gather
 from paceline.trainer.train import TrainResult
 from paceline.training import train
 
@@ -35,7 +35,7 @@ class FitResult(TrainResult):
         task: The task that the objects became.
     """
 
-    task: ObjectsTask
+    task: Fit
 
     @functools.cached_property
     def model(self) -> nn.Module:
@@ -142,7 +142,7 @@ def fit(
     names |= {f"metrics.{key}": _name(value) for key, value in objects.metrics.items()}
     chosen.set("fit", "task", "fit")
     chosen.set("fit", "objects", names)
-    make = functools.partial(ObjectsTask, objects=objects)
+    make = functools.partial(Fit, objects=objects)
     trained = train(
         overrides=chosen.values,
         run_dir=run_dir,

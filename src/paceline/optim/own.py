@@ -15,6 +15,9 @@ from torch import nn
 
 from paceline.errors import RecipeError
 from paceline.optim.schedules import Schedules, Settings
+from paceline.plan.rates import LearningRate
+
+_TRIED_STEPS = 100_000
 
 
 def own_optimizer(given: Any, network: nn.Module, lr: float | None) -> torch.optim.Optimizer:
@@ -75,7 +78,7 @@ class OwnSchedules(Schedules):
         optimizer: torch.optim.Optimizer,
         *,
         first_step: Callable[[int], int] | None,
-        base: Any,
+        base: LearningRate,
     ) -> Self:
         """Return the schedule that a function makes.
 
@@ -84,7 +87,7 @@ class OwnSchedules(Schedules):
             optimizer: The run's.
             first_step: The first step of an epoch, if the scheduler moves once per epoch; None if it moves at each
                 step.
-            base: The recipe's learning rate, which is not used.
+            base: The recipe's learning rate, of which only the number of steps is used.
 
         Raises:
             RecipeError: If it gives no scheduler, or one that follows a metric.
@@ -115,6 +118,7 @@ class OwnSchedules(Schedules):
                 ends.append(first_step(len(ends) + 1))
             return moved.to(bisect_right(ends, step))
 
+        at(min(base.total_steps, _TRIED_STEPS) - 1)  # a scheduler may be made for fewer steps than the run has
         return cls(learning_rate=base, rates=at)
 
     def at(self, step: int, position: int | None = None) -> Settings:
@@ -133,7 +137,13 @@ class _Moved:
         while len(self._settings) <= moves:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # this copy of the optimizer takes no steps
-                self._scheduler.step()
+                try:
+                    self._scheduler.step()
+                except ValueError as error:
+                    raise RecipeError(
+                        f"schedule={type(self._scheduler).__name__} ends before the run: {error}; make it longer.",
+                        key="schedule",
+                    ) from error
             self._settings.append(self._now())
         return self._settings[moves]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +25,7 @@ from paceline.data.objects.samples import Samples, take_apart
 from paceline.data.pipeline import Pipeline, Placement, identity
 from paceline.data.slices import SampleSlice, SampleWeights, first_samples
 from paceline.errors import DataError, ModelError, RecipeError
+from paceline.escaping import one_line
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import NamedMetrics
@@ -43,6 +45,8 @@ _LOWER_IS_BETTER = ("loss", "error", "mae", "mse", "distance", "perplexity", "nl
 # Where a batch is read in less time, handing it over from another process takes longer.
 _FAST_SECONDS = 0.005
 _TRIED = 2
+_LOG = logging.getLogger("paceline.fit")
+_CONSEQUENCE = "a resume, or another number of workers or processes, will not repeat this run exactly."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +128,12 @@ def gather(
         )
     if not callable(loss):
         raise RecipeError(f"loss is a {type(loss).__name__}; give a function such as F.cross_entropy.", key="loss")
+    if (schedule := others.get("schedule")) is not None and not callable(schedule):
+        kind = type(schedule).__name__
+        raise RecipeError(
+            f"schedule is a {kind}; give a function of the optimizer: lambda optimizer: {kind}(optimizer, ...).",
+            key="schedule",
+        )
     return Objects(
         model=model,
         train_set=train,
@@ -165,10 +175,10 @@ def weigh(weights: Any, train: Samples, held_out: Samples | None) -> tuple[Sampl
                 key="weights",
             )
     if [len(each) for each in counted] != expected:
+        numbers, samples = (" and ".join(map(str, each)) for each in (map(len, counted), expected))
         raise RecipeError(
-            f"weights has {' and '.join(str(len(each)) for each in counted)} numbers, but there are "
-            f"{' and '.join(map(str, expected))} training and held-out samples; give a function of a sample, or a pair "
-            "of arrays.",
+            f"weights has {numbers} numbers for {samples} samples; give a function of a sample, or an array for each "
+            "data set.",
             key="weights",
         )
     whole = [each.astype(np.int64) for each in counted]
@@ -184,7 +194,7 @@ def takes_model(function: Callable[..., Any]) -> bool:
     return bool(parameters) and parameters[0] in _MODEL_NAMES
 
 
-class ObjectsTask(Task):
+class Fit(Task):
     """Trains a network of your own on data of your own.
 
     Args:
@@ -210,7 +220,11 @@ class ObjectsTask(Task):
 
     @cached_property
     def _readings(self) -> dict[bool, Reading]:
-        return {training: read_again(self._reader(training=training)) for training in self._splits}
+        found = {training: read_again(self._reader(training=training)) for training in self._splits}
+        for each in found.values():
+            if each.difference:
+                _LOG.warning("paceline: warning: %s", one_line(f"{each.difference}; {_CONSEQUENCE}"))
+        return found
 
     @property
     def _splits(self) -> dict[bool, Samples]:
@@ -232,6 +246,8 @@ class ObjectsTask(Task):
         description: dict[str, Any] = {"workers": workers, "samples": counts}
         if all(digests):
             description["digest"] = "-".join(digests)
+        if differences := [each.difference for each in self._readings.values() if each.difference]:
+            description["not_repeatable"] = differences
         unused = all_but(["data.workers", "data.prefetch"], "the data are objects of yours")
         unused |= all_but(_OF_ANY_NETWORK, "the network is an object of yours", sections=("model",))
         if self.objects.optimizer is not None:
@@ -245,11 +261,6 @@ class ObjectsTask(Task):
             description=description,
             reasons={"data.workers": reason},
             unused=unused,
-            left_out=tuple(
-                f"{each.difference}: a resume, or another number of workers or processes, may not repeat this run"
-                for each in self._readings.values()
-                if each.difference
-            ),
         )
 
     def _choose_workers(self, world: World) -> tuple[int, str]:
@@ -370,6 +381,8 @@ class ObjectsTask(Task):
             return error
         shapes = " and ".join(describe(each) for each in arguments if not callable(each))
         text = " ".join(str(error).split()).removesuffix(".")
+        if "dtype" in text and "float64" in shapes:
+            text += "; NumPy's numbers are float64: give float32, for example x.astype('float32')"
         return ModelError(f"{what} failed on {shapes}: {type(error).__name__}: {text}; correct it.", key=what)
 
     def _mean(self, loss: Any, batch: Batch) -> Tensor:
@@ -503,7 +516,7 @@ class ObjectsTask(Task):
         return {"class_names": list(classes)} if is_names and classes else {}
 
 
-ObjectsTask.is_own = True  # computed as written, and its mistakes are explained
+Fit.is_own = True  # computed as written, and its mistakes are explained
 
 _CLIPPING = ("optimizer.clip_norm", "optimizer.clip_value", "optimizer.clip_adaptive")
 _OF_ANY_NETWORK = (
