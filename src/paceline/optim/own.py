@@ -90,24 +90,9 @@ class OwnSchedules(Schedules):
             base: The recipe's learning rate, of which only the number of steps is used.
 
         Raises:
-            RecipeError: If it gives no scheduler, or one that follows a metric.
+            RecipeError: If it gives no such scheduler, or one that ends before the run.
         """
-        shared = {id(each): each for group in optimizer.param_groups for each in group["params"]}
-        twin = copy.deepcopy(optimizer, memo=dict(shared))
-        for group in twin.param_groups:
-            group.pop("initial_lr", None)
-        scheduler = make(twin)
-        if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-            raise RecipeError(
-                f"schedule gave a {type(scheduler).__name__}, but it must give a torch.optim.lr_scheduler.LRScheduler.",
-                key="schedule",
-            )
-        if "metrics" in inspect.signature(scheduler.step).parameters:
-            raise RecipeError(
-                f"schedule={type(scheduler).__name__} follows a metric, so that a step's learning rate would depend on "
-                "when it was evaluated; use one that depends on the step, or stop early with evaluate.patience.",
-                key="schedule",
-            )
+        scheduler, twin = scheduled_twin(make, optimizer)
         moved = _Moved(scheduler, twin)
         ends: list[int] = []
 
@@ -124,6 +109,33 @@ class OwnSchedules(Schedules):
     def at(self, step: int, position: int | None = None) -> Settings:
         """Return the settings of optimizer step ``step`` (from 0)."""
         return self.rates(step)
+
+
+def scheduled_twin(
+    make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Return the scheduler that a function makes for a copy of an optimizer, which shares its parameters, and the copy.
+
+    Raises:
+        RecipeError: If it gives no scheduler, or one that follows a metric.
+    """
+    shared = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+    twin = copy.deepcopy(optimizer, memo=dict(shared))
+    for group in twin.param_groups:
+        group.pop("initial_lr", None)
+    scheduler = make(twin)
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise RecipeError(
+            f"schedule gave a {type(scheduler).__name__}, but it must give a torch.optim.lr_scheduler.LRScheduler.",
+            key="schedule",
+        )
+    if "metrics" in inspect.signature(scheduler.step).parameters:
+        raise RecipeError(
+            f"schedule={type(scheduler).__name__} follows a metric, so that a step's learning rate would depend on "
+            "when it was evaluated; use one that depends on the step, or stop early with evaluate.patience.",
+            key="schedule",
+        )
+    return scheduler, twin
 
 
 class _Moved:

@@ -29,7 +29,7 @@ from paceline.escaping import one_line
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import NamedMetrics
-from paceline.optim.own import OwnSchedules, own_optimizer
+from paceline.optim.own import OwnSchedules, own_optimizer, scheduled_twin
 from paceline.optim.schedules import Schedules
 from paceline.plan import DataFacts, Plan
 from paceline.recipe.optimizer import Optimizer
@@ -321,10 +321,14 @@ class Fit(Task):
         return network
 
     def check_network(self, network: nn.Module) -> None:
-        """Try the loss and the metrics on two samples, without changing anything."""
+        """Try the loss and the metrics on two samples, and the optimizer, without changing anything."""
         if any(each.is_meta for each in network.parameters()):
             return
         trial = copy.deepcopy(network)
+        if self.objects.optimizer is not None or self.objects.schedule is not None:
+            optimizer = self.build_optimizer(trial, self.recipe.optimizer, torch.device("cpu"))
+            if self.objects.schedule is not None:
+                scheduled_twin(self.objects.schedule, optimizer)
         for training in self._splits:
             batch = self._tried(training=training)
             trial.train(training)

@@ -49,7 +49,11 @@ class Carried:
 
 
 def read_carried() -> Carried:
-    """Return what this process was given when it was started; nothing for a command that a user started."""
+    """Return what this process was given when it was started; nothing for a command that a user started.
+
+    Raises:
+        RecipeError: If a module of it is not on the path.
+    """
     path = os.environ.get(CARRIED_VARIABLE)
     if path is None:
         return Carried(callbacks=Callbacks())
