@@ -234,9 +234,12 @@ def test_a_data_loader_is_taken_apart(fit: Fit, runs: Path) -> None:
         def __getitem__(self, i: int) -> Any:
             return X[i], Y[i]
 
-    loaded = fit("loader", train_set=DataLoader(Rows(), batch_size=20, shuffle=True, num_workers=1), batch_size=None)
+    loader = DataLoader(Rows(), batch_size=20, shuffle=True, num_workers=1, drop_last=True)
+    loaded = fit("loader", train_set=loader, batch_size=None)
     assert loaded.summary.weights_sha256 == fit("columns").summary.weights_sha256
-    assert json.loads((runs / "loader" / "plan.json").read_text())["data"]["workers"] == 1
+    plan = json.loads((runs / "loader" / "plan.json").read_text())
+    assert plan["data"]["workers"] == 1
+    assert "train_set: an epoch's smaller last batch is used too" in plan["left_out"]
 
 
 def test_torchmetrics_are_computed_over_all_samples(fit: Fit) -> None:
@@ -297,6 +300,7 @@ class Gone(Pairs):
         ({"loss": nn.MSELoss(reduction="sum")}, "adds its samples up"),
         ({"held_out": HELD_OUT, "metrics": {"error": F.l1_loss}}, "one value for each sample"),
         ({"metrics": {"error": 3}}, "metrics has 'error': int"),
+        ({"metrics": {"error": F.l1_loss}}, "give held_out"),
         ({"optimizer": torch.optim.LBFGS}, "several times in a step"),
         ({"optimizer": torch.optim.Adam(Linear().parameters())}, "parameters that are not the model's"),
         ({"optimizer": lambda parameters: 3, "lr": None}, "optimizer gave a int"),

@@ -134,6 +134,10 @@ def gather(
             f"schedule is a {kind}; give a function of the optimizer: lambda optimizer: {kind}(optimizer, ...).",
             key="schedule",
         )
+    if metrics and given is None:
+        raise RecipeError(
+            f"metrics has {', '.join(metrics)}, which are computed on held-out samples; give held_out.", key="metrics"
+        )
     return Objects(
         model=model,
         train_set=train,
@@ -261,6 +265,7 @@ class Fit(Task):
             description=description,
             reasons={"data.workers": reason},
             unused=unused,
+            left_out=tuple(sentence for each in self._splits.values() for sentence in each.left_out),
         )
 
     def _choose_workers(self, world: World) -> tuple[int, str]:

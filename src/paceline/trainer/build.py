@@ -69,6 +69,7 @@ def build_run(subject: Subject) -> Run:
     scored = {"model": strategy.eval_model} | ({} if ema is None else {"ema": compiled.get("ema", ema.module)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler, is_sharded=strategy.is_sharded)
     optimizer = subject.task.build_optimizer(network, recipe.optimizer, device)
+    schedules = subject.task.build_schedules(recipe, plan, optimizer)
     heartbeat, progress = Heartbeat(), Progress(begun=subject.started)
     ledger = LedgerWriter(ledger_path(subject.directory.ledger, subject.world.rank))
     noise = NoiseMeter(network, plan, precision, strategy.loss_divisor) if plan.noise_scale_every_steps else None
@@ -87,7 +88,7 @@ def build_run(subject: Subject) -> Run:
         compiled=compiled,
         strategy=strategy,
         optimizer=optimizer,
-        schedules=subject.task.build_schedules(recipe, plan, optimizer),
+        schedules=schedules,
         clipping=Clipping(network, recipe.optimizer),
         geometry=subject.geometry,
         precision=precision,

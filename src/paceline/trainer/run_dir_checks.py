@@ -109,6 +109,7 @@ def _read_if_present(path: Path) -> str | None:
 # Keys that may differ between a run and its continuation: none of them changes which samples a step sees.
 _CHANGEABLE_KEYS = (
     "task",  # its class is compared
+    "objects",  # names; data are compared by their digest, and the network by its weights
     *("train.duration", "train.until", "train.precision", "train.nonfinite", "train.max_nonfinite"),
     *("evaluate.", "checkpoint.", "telemetry.", "parallel.", "batch.micro_size", "distillation.teacher"),
     *("data.path", "data.workers", "data.prefetch", "data.max_broken"),

@@ -39,6 +39,7 @@ class Samples:
         collate: Makes a batch of a list of samples.
         batch_size: Batch size of the DataLoader that was given, if any.
         workers: Likewise, its loader processes.
+        left_out: Likewise, a sentence for each of its settings that a run does not follow.
     """
 
     role: str
@@ -48,6 +49,7 @@ class Samples:
     collate: Collate = default_collate
     batch_size: int | None = None
     workers: int | None = None
+    left_out: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return self.count
@@ -182,4 +184,13 @@ def _of_loader(loader: DataLoader[Any], role: str, collate: Collate | None) -> S
     found = take_apart(
         loader.dataset, role, collate or (None if loader.collate_fn is default_collate else loader.collate_fn)
     )
-    return replace(found, batch_size=getattr(batches, "batch_size", None), workers=loader.num_workers)
+    left_out = {
+        "an epoch's smaller last batch is used too": loader.drop_last,
+        "the generators are seeded for each sample, and nothing else when a worker starts": loader.worker_init_fn,
+    }
+    return replace(
+        found,
+        batch_size=getattr(batches, "batch_size", None),
+        workers=loader.num_workers,
+        left_out=tuple(f"{role}: {sentence}" for sentence, is_set in left_out.items() if is_set),
+    )
