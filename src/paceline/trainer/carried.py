@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 
 from paceline.errors import RecipeError
+from paceline.references import is_ours
 from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.subject import TaskMaker
 
@@ -39,6 +44,8 @@ class Carried:
         """
         import cloudpickle  # only for several processes from Python
 
+        for module in _only_here():
+            cloudpickle.register_pickle_by_value(module)
         try:
             path.write_bytes(cloudpickle.dumps(self))
         except (TypeError, pickle.PicklingError, AttributeError, RuntimeError) as error:
@@ -46,6 +53,19 @@ class Carried:
                 f"other processes cannot get what was given ({type(error).__name__}: {error}); use processes=1, or "
                 "start the script with torchrun."
             ) from error
+
+
+def _only_here() -> Iterator[ModuleType]:
+    """Yield modules that another process would not find on the path, such as those of tests."""
+    found: dict[str, bool] = {}
+    for name, module in list(sys.modules.items()):
+        file, top = getattr(module, "__file__", None), name.partition(".")[0]
+        if file is None or "-packages" in file or top in sys.stdlib_module_names or is_ours(name):
+            continue
+        if top not in found:
+            found[top] = PathFinder.find_spec(top) is not None
+        if not found[top]:
+            yield module
 
 
 def read_carried() -> Carried:

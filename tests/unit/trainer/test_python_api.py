@@ -128,8 +128,13 @@ def test_several_processes_from_python(
     result = paceline.train(tiny_recipe, run_dir=tmp_path / "run", **asked)
     assert (result.status, result.summary.world_size, result.summary.step) == ("completed", 2, 3)
     assert "3 steps of 16" in capfd.readouterr().out
-    with pytest.raises(RecipeError, match="put it at the top of a module"):
-        paceline.train(tiny_recipe, run_dir=tmp_path / "other", **asked | {"task": functools.partial(task)})
+    other = paceline.train(tiny_recipe, run_dir=tmp_path / "other", **asked | {"task": functools.partial(task)})
+    assert other.summary.weights_sha256 == result.summary.weights_sha256
+    with (
+        pytest.raises(RecipeError, match="other processes cannot get what was given"),
+        (tmp_path / "file").open("w") as file,
+    ):
+        paceline.train(tiny_recipe, run_dir=tmp_path / "none", **asked | {"task": functools.partial(task, file)})
     with pytest.raises(RecipeError, match=r"parallel\.logical_ranks"):
         paceline.train(
             tiny_recipe,
