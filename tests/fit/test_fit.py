@@ -187,6 +187,38 @@ def test_a_mean_over_tokens_is_that_of_all_tokens(fit: Fit) -> None:
     assert result.metrics["loss"] > 0
 
 
+def test_a_loss_of_each_sample_is_weighted(fit: Fit) -> None:
+    counts = np.arange(1, 101)
+
+    def weighted(model: Any, batch: Any) -> Tensor:
+        inputs, targets, weights = batch
+        return ((model(inputs) - targets).square() * weights).sum() / weights.sum()
+
+    each = fit("each", loss=lambda outputs, targets: (outputs - targets).square(), weights=counts)
+    mean = fit("mean", loss=weighted, train_set=(*TRAIN, torch.from_numpy(counts)), weights=counts)
+    assert_same(each.model.state_dict(), mean.model.state_dict())
+    plain = fit("plain")
+    assert not torch.equal(each.model.state_dict()["layer.bias"], plain.model.state_dict()["layer.bias"])
+
+
+class Rotated(Dataset[Any]):
+    def __init__(self) -> None:
+        albumentations = pytest.importorskip("albumentations")
+        self.vary = albumentations.Compose([albumentations.Affine(rotate=(-30, 30)), albumentations.GaussNoise(p=1)])
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, i: int) -> Any:
+        image = np.full((5, 5, 1), i / 60, dtype=np.float32)
+        return torch.from_numpy(self.vary(image=image)["image"]).flatten()[:5], Y[i]
+
+
+def test_albumentations_draw_alike_in_every_process(fit: Fit) -> None:
+    found = [fit(f"{workers}", train_set=Rotated(), workers=workers) for workers in (0, 3)]
+    assert len({each.summary.weights_sha256 for each in found}) == 1
+
+
 class Both(nn.Module):
     def __init__(self) -> None:
         super().__init__()
