@@ -192,7 +192,8 @@ def test_a_loss_of_each_sample_is_weighted(fit: Fit) -> None:
 
     def weighted(model: Any, batch: Any) -> Tensor:
         inputs, targets, weights = batch
-        return ((model(inputs) - targets).square() * weights).sum() / weights.sum()
+        loss: Tensor = ((model(inputs) - targets).square() * weights).sum() / weights.sum()
+        return loss
 
     each = fit("each", loss=lambda outputs, targets: (outputs - targets).square(), weights=counts)
     mean = fit("mean", loss=weighted, train_set=(*TRAIN, torch.from_numpy(counts)), weights=counts)
