@@ -30,6 +30,7 @@ SHOWN_AS_CODE = {".py": "python", ".yaml": "yaml", ".json": "json", ".txt": "tex
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _ROLE = re.compile(r":(?:meth|class|func|attr|data|mod):(<code>)~?")
+_PARTS = ("order.BatchOrder", "checkpoints.Checkpoints", "ledger.Ledger", "scores.ExactMean", "scores.collect")
 _UNSEARCHED = ("index.md", "tour.md", "decisions/", "repository/")
 
 
@@ -151,9 +152,10 @@ def _commands() -> Iterator[str]:
 
 
 def _python() -> Iterator[str]:
-    yield "# Python\n\nThe public names: `dir(paceline)`. [Your own model, data and task](guide/own-code.md) tells"
-    yield "how they are used.\n"
+    yield "# Python\n\nThe public names: `dir(paceline)`, and [parts for other trainers](other-trainers.md)."
+    yield "[Your own model, data and task](guide/own-code.md) tells how they are used.\n"
     functions = built_in("functions")  # of other packages, documented where they are written
     for name in dir(paceline):
         if not name.startswith("__"):
             yield f"::: {functions.get(name, f'paceline:{name}').replace(':', '.')}\n"
+    yield from (f"::: paceline.{name}\n" for name in _PARTS)

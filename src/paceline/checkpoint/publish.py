@@ -19,15 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from paceline.recipe.load import to_yaml
-from paceline.recipe.running import Checkpoint
-from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import Identity, RunDirectory, write_identity, write_text
 from paceline.units import TimeSpan, format_seconds
 
-if TYPE_CHECKING:  # so that a thread that writes needs no torch
+if TYPE_CHECKING:  # so that a thread that writes needs no torch, and a loop without a recipe no pydantic
     from paceline.checkpoint.state import State
     from paceline.checkpoint.store import Best, CheckpointStore, ShardedSave
+    from paceline.recipe.running import Checkpoint
+    from paceline.recipe.schema import Recipe
 
 T = TypeVar("T")
 
@@ -276,6 +275,8 @@ class Publisher:
         directory.check_in_place()
         write_identity(directory, Identity(self.facts["run"], has_checkpoint=True))
         if not directory.recipe.exists():  # removed during training: without it, the run cannot be resumed
+            from paceline.recipe.load import to_yaml
+
             directory.check_in_place()  # or the complete directory was moved
             write_text(directory.recipe, to_yaml(self.recipe))
         protect = [*self.store.name_best(best), *(step for each in self.subscribers for step in each.needed)]

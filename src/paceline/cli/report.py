@@ -56,6 +56,8 @@ class Audit:
 
     The ledger in the run directory RUN records the samples that every process trained on. Exit code 1, with one
     sentence per problem, if a sample was repeated, left out, or used out of order.
+
+    RUN may also be the folder of a paceline.ledger.Ledger, which another trainer's loop has written.
     """
 
     run_dir: Annotated[Path, Shape(metavar="RUN")]

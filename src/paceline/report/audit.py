@@ -36,6 +36,7 @@ from paceline.records.ledger import (
     read_ledger,
     read_lengths,
 )
+from paceline.records.own_ledger import OwnLedger, count_own_epochs, read_own_ledger
 from paceline.records.reader import read_identity, read_plan_to_resume, read_recipe, read_summary, wrong_records
 from paceline.records.run_directory import RunDirectory, existing_run
 from paceline.units import format_count
@@ -58,6 +59,7 @@ class Audit:
         left_out: Data that never became samples, counted by reason in the run's plan, such as invalid lines.
         is_drawn: Whether samples were drawn with replacement (``data.sampling``, ``data.mixture``): duplicate and
             missing samples are then counted relative to the recipe's draws.
+        has_order: Whether the order was audited too; a loop without a recipe has none to compare with.
     """
 
     run_dir: Path
@@ -67,6 +69,7 @@ class Audit:
     objections: tuple[str, ...]
     left_out: Mapping[str, int] = field(default_factory=dict)
     is_drawn: bool = False
+    has_order: bool = True
 
     @property
     def passed(self) -> bool:
@@ -94,11 +97,12 @@ class Audit:
             lines.append(f"left out: {format_count(count)} {reason}, which gave no sample")
         lines += [f"objection: {objection}" for objection in self.objections]
         if self.passed:
+            order = ", in the recipe's order" * self.has_order
             noun = "draws (data.sampling or data.mixture)" if self.is_drawn else "samples"
             lines.append(
                 f"Passed: over {format_count(self.steps)} steps each of {format_count(self.samples_per_epoch)} {noun} "
                 f"was used{', or found broken,' * any(one.broken for one in self.epochs)} exactly once per "
-                f"{'finished ' * any(not one.is_over for one in self.epochs)}epoch, in the recipe's order."
+                f"{'finished ' * any(not one.is_over for one in self.epochs)}epoch{order}."
             )
         rows = [
             (
@@ -116,11 +120,13 @@ class Audit:
 
 
 def audit_run(run_dir: Path) -> Audit:
-    """Audit the ledger of a stopped or completed run.
+    """Audit the ledger of a stopped or completed run, or of a loop that used :class:`paceline.ledger.Ledger`.
 
     Raises:
-        RunDirectoryError: If the directory does not hold a stopped or completed run.
+        RunDirectoryError: If the directory does not hold a stopped or completed run, or such a ledger.
     """
+    if (own := read_own_ledger(run_dir)) is not None:
+        return _audit_own_ledger(run_dir, own)
     directory = existing_run(run_dir)
     plan, recipe = read_plan_to_resume(directory), read_recipe(directory)
     geometry = _geometry(plan, recipe)
@@ -162,6 +168,18 @@ def audit_run(run_dir: Path) -> Audit:
         objections=tuple(objections),
         left_out=_skipped_counts(plan),
         is_drawn=bool(plan.get("sampling") or plan.get("mixture")),
+    )
+
+
+def _audit_own_ledger(folder: Path, facts: OwnLedger) -> Audit:
+    steps, epochs, gaps = count_own_epochs(folder, facts)
+    return Audit(
+        run_dir=folder,
+        steps=steps,
+        samples_per_epoch=facts.samples - facts.dropped,
+        epochs=epochs,
+        objections=(*gaps, *_wrong_counts(epochs, is_drawn=False)),
+        has_order=False,
     )
 
 
