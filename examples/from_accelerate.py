@@ -23,15 +23,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import paceline
-from paceline.data.batch import Batch
-from paceline.data.image.sets.digits import read_digits
-from paceline.data.order import epoch_order
-from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
-from paceline.data.slices import SampleSlice
-from paceline.metrics.accumulator import Metric
-from paceline.plan import DataFacts
-from paceline.recipe.unused import all_but
-from paceline.records.reader import read_events
+from paceline.tasks import (
+    Batch,
+    DataFacts,
+    Metric,
+    Pipeline,
+    Placement,
+    SampleSlice,
+    SimplePipeline,
+    all_but,
+    epoch_order,
+    read_digits,
+)
 
 SEED, SAMPLES, EPOCHS, BATCH, ACCUMULATED = 7, 1536, 6, 32, 2
 STEPS = EPOCHS * SAMPLES // (BATCH * ACCUMULATED)
@@ -149,7 +152,7 @@ def ported(folder: Path) -> tuple[list[float], dict[str, Tensor], float]:
     recipe.write_text(RECIPE, encoding="utf-8")
     for until in ({"train.until": f"{EPOCHS // 2} epochs"}, {}):
         result = paceline.train(recipe, overrides=until, run_dir=run_dir, task=Digits, quiet=True)
-    losses = [event["loss"] for event in read_events(run_dir / "events.jsonl", kinds=["step"])]
+    losses = [step["loss"] for step in result.history("step")]
     weights = load_file(run_dir / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors")
     return losses, weights, result.metrics["top1_accuracy"]
 
