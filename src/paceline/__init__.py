@@ -13,6 +13,7 @@ from paceline.version import __version__
 
 __all__ = [
     "ImageClassification",
+    "Loop",
     "PacelineError",
     "Recipe",
     "Task",
@@ -24,6 +25,7 @@ __all__ = [
 
 _HOMES = {
     "ImageClassification": "paceline.tasks.image_classification",
+    "Loop": "paceline.loop.loop",
     "PacelineError": "paceline.errors",
     "Recipe": "paceline.recipe.schema",
     "Task": "paceline.tasks.task",
@@ -34,6 +36,7 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from paceline.errors import PacelineError
+    from paceline.loop.loop import Loop
     from paceline.recipe.load import load_recipe
     from paceline.recipe.schema import Recipe
     from paceline.tasks.image_classification import ImageClassification
