@@ -1,9 +1,9 @@
-"""A Lightning module and its Trainer, and the same as a Paceline task: the same losses, the same weights.
+"""A Lightning module and its Trainer, and the same with `paceline.fit`: the same losses, the same weights.
 
-`lightning_module` is a module as its users write it: AdamW, OneCycle by steps, gradients clipped. `Digits` is what is
-left of it in Paceline. Both are given the samples in the same order. The port is stopped in the middle of an epoch,
-goes on, and still ends with the original's weights; its ledger proves which samples it used, and it runs on several
-processes without another word. Where Lightning is not installed, the port runs alone.
+`lightning_module` is a module as its users write it: AdamW, OneCycle by steps, gradients clipped. `ported` gives the
+same network, loss, optimizer and scheduler to `paceline.fit`. Both see the samples in the same order. The port is
+stopped in the middle of an epoch, goes on, and still ends with the original's weights; its ledger proves which samples
+it used, and it runs on several processes without another word. Where Lightning is not installed, the port runs alone.
 
     python examples/from_lightning.py
 """
@@ -23,15 +23,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import paceline
-from paceline.data.batch import Batch
 from paceline.data.image.sets.digits import read_digits
 from paceline.data.order import epoch_order
-from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
-from paceline.data.slices import SampleSlice
-from paceline.metrics.accumulator import Metric
-from paceline.plan import DataFacts
-from paceline.recipe.unused import all_but
-from paceline.records.reader import read_events
 
 SEED, SAMPLES, EPOCHS, BATCH, PEAK, DECAY = 3, 1536, 5, 64, 0.01, 0.05
 STEPS = EPOCHS * SAMPLES // BATCH
@@ -112,62 +105,45 @@ def original(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
     return module.losses, module.model.state_dict()
 
 
-class Digits(paceline.Task):
-    """The same, ported: what the module above says of data, network and loss. The rest is the recipe."""
-
-    unit, headline = "images", "top1_accuracy"
-    metrics = (Metric(name="loss"), Metric(name="top1_accuracy", of="correct", scale=100.0, higher_is_better=True))
-
-    def data_facts(self, world: Any) -> DataFacts:
-        """The first 1,536 digits are trained on, the others held out."""
-        self.images, self.labels = digits()
-        unused = all_but([], "the digits are shown unchanged")
-        return DataFacts(train_samples=SAMPLES, evaluation_samples=len(self.labels) - SAMPLES, unused=unused)
-
-    def open_pipeline(self, placement: Placement) -> Pipeline:
-        """Batches from memory, in place of a DataLoader."""
-        return SimplePipeline(self.read, evaluation_samples=len(self.labels) - SAMPLES, placement=placement)
-
-    def read(self, part: SampleSlice, training: bool) -> tuple[Tensor, Tensor]:
-        """Images and labels of some samples."""
-        ids = torch.tensor(part.ids) + (0 if training else SAMPLES)
-        return self.images[ids], self.labels[ids]
-
-    def build_model(self) -> nn.Module:
-        """The network; torch is seeded already."""
-        return network()
-
-    def loss(self, model: Any, batch: Batch) -> Tensor:
-        """What `training_step` returned."""
-        return F.cross_entropy(model(batch.inputs), batch.targets)
-
-    def score(self, model: Any, batch: Batch) -> dict[str, Tensor]:
-        """What a `validation_step` would log, for each held-out digit."""
-        logits = model(batch.inputs).float()
-        losses = F.cross_entropy(logits, batch.targets, reduction="none")
-        return {"loss": losses, "correct": (logits.argmax(dim=1) == batch.targets).float()}
+def right(logits: Tensor, labels: Tensor) -> Tensor:
+    """What a `validation_step` would log, for each held-out digit."""
+    return logits.argmax(dim=1) == labels
 
 
-RECIPE = f"""
-seed: {SEED}
-batch: {{global_size: {BATCH}}}
-optimizer: {{name: adamw, lr: {PEAK}, weight_decay: {DECAY}, decay_norm_and_bias: true, clip_norm: 1.0}}
-schedule: {{name: one_cycle, warmup: 25%, end_lr: {PEAK / 25 / 100}}}   # begins at a 25th of the peak, as torch's
-train: {{duration: {EPOCHS} epochs, precision: fp32}}
-parallel: {{device: cpu, threads: 1}}
-telemetry: {{log_every: 1 steps, trackers: [], report: false}}
-"""
+def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The first half of `configure_optimizers`."""
+    return torch.optim.AdamW(parameters, lr=PEAK, weight_decay=DECAY)
+
+
+def schedule(made: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
+    """Its second half."""
+    return torch.optim.lr_scheduler.OneCycleLR(
+        made, PEAK, total_steps=STEPS, pct_start=0.25, final_div_factor=100, cycle_momentum=False
+    )
 
 
 def ported(folder: Path) -> tuple[list[float], dict[str, Tensor], float]:
-    """The port, stopped in the middle of an epoch and gone on: losses, weights, and the accuracy in %."""
-    recipe, run_dir = folder / "digits.yaml", folder / "run"
-    recipe.write_text(RECIPE, encoding="utf-8")
+    """The same with Paceline, stopped in the middle of an epoch and gone on: losses, weights, and the accuracy."""
+    images, labels = digits()
     for until in ({"train.until": f"{STEPS // 2 + 5} steps"}, {}):
-        result = paceline.train(recipe, overrides=until, run_dir=run_dir, task=Digits, quiet=True)
-    losses = [event["loss"] for event in read_events(run_dir / "events.jsonl", kinds=["step"])]
-    weights = load_file(run_dir / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors")
-    return losses, weights, result.metrics["top1_accuracy"]
+        result = paceline.fit(
+            network,
+            (images[:SAMPLES], labels[:SAMPLES]),
+            (images[SAMPLES:], labels[SAMPLES:]),
+            loss=F.cross_entropy,
+            metrics={"accuracy": right},
+            optimizer=optimizer,
+            schedule=schedule,
+            epochs=EPOCHS,
+            batch_size=BATCH,
+            seed=SEED,
+            overrides={"optimizer.clip_norm": 1.0, "parallel.device": "cpu", "telemetry.log_every": "1 steps", **until},
+            run_dir=folder / "run",
+            quiet=True,
+        )
+    losses = [step["loss"] for step in result.history("step")]
+    weights = load_file(folder / "run" / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors")
+    return losses, weights, result.metrics["accuracy"]
 
 
 def main() -> None:
@@ -175,8 +151,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         losses, weights, accuracy = ported(Path(folder))
-    print(f"the port: {accuracy:.2f} % of the held-out digits after {len(losses)} steps, stopped once and gone on")
-    assert accuracy > 85, f"expected more than 85 %, found {accuracy:.2f} %"
+    print(f"the port: {accuracy:.2%} of the held-out digits after {len(losses)} steps, stopped once and gone on")
+    assert accuracy > 0.85, f"expected more than 85 %, found {accuracy:.2%}"
     if find_spec("lightning") is None:
         print("Lightning is not installed (pip install lightning): there is nothing to compare with")
         return

@@ -19,6 +19,7 @@ __all__ = [
     "Task",
     "TrainResult",
     "__version__",
+    "fit",
     "load_recipe",
     "train",
 ]
@@ -30,12 +31,14 @@ _HOMES = {
     "Recipe": "paceline.recipe.schema",
     "Task": "paceline.tasks.task",
     "TrainResult": "paceline.trainer.train",
+    "fit": "paceline.fitting",
     "load_recipe": "paceline.recipe.load",
     "train": "paceline.training",
 }
 
 if TYPE_CHECKING:
     from paceline.errors import PacelineError
+    from paceline.fitting import fit
     from paceline.loop.loop import Loop
     from paceline.recipe.load import load_recipe
     from paceline.recipe.schema import Recipe

@@ -26,6 +26,7 @@ from paceline.references import trusting_code
 from paceline.report.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
 from paceline.trainer.callbacks import Callbacks
+from paceline.trainer.carried import CARRIED_VARIABLE, Carried
 from paceline.trainer.first_recipe import recipe_for_data
 from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.run_dir_checks import has_trained
@@ -61,7 +62,7 @@ def train(
         callbacks: Objects with any of ``on_step_end(step)``, ``on_evaluation(step, results)`` and
             ``on_checkpoint(step)``, called on every rank; a true return value stops the run.
         processes: Number of ranks to train in, on this machine. More than one run as separate processes, as with
-            ``paceline train --processes``, so a task must be in a module that they can import.
+            ``paceline train --processes``; the task and the callbacks are sent to them.
         quiet: Show no progress.
 
     Raises:
@@ -103,24 +104,18 @@ def train(
 def _train_in_processes(loaded: LoadedRecipe, options: Options, processes: int, *, quiet: bool) -> TrainResult:
     """Train with ``paceline train --processes``, forward its output, and read the result from the run directory.
 
-    The processes get the loaded recipe and its overrides once more, since they refuse those without effect.
+    The processes get the loaded recipe and its overrides once more, since they refuse those without effect, and the
+    callbacks. A task in a module is named in the recipe, another one is carried.
 
     Raises:
-        RecipeError: If the ranks could not import the task, or for a mistake that they found.
+        RecipeError: If something cannot be carried, or for a mistake that they found.
         StoppedError: If signals ended the run before it could save.
         TrainingError: If the run failed.
     """
     task, overrides = options.task, loaded.overrides
-    if options.callbacks.observers:
-        raise RecipeError(f"processes={processes}: callbacks need processes=1, or start the script with torchrun.")
-    if task is not None:
-        name = f"{getattr(task, '__module__', '')}:{getattr(task, '__qualname__', type(task).__name__ + '()')}"
-        if not re.fullmatch(r"(?!__main__:)[\w.]+:\w+", name):
-            raise RecipeError(
-                f"processes={processes}: other processes cannot import the task {name}; put it at the top of a module "
-                "and import it from there."
-            )
-        overrides += (f"task={name}",)
+    name = f"{getattr(task, '__module__', '')}:{getattr(task, '__qualname__', '')}"
+    if re.fullmatch(r"(?!__main__:)[\w.]+:\w+", name):
+        task, overrides = None, (*overrides, f"task={name}")
     for notice in () if quiet else loaded.notices:
         sys.stdout.write(f"{notice}\n")
     directory = RunDirectory(options.run_dir or default_run_directory(loaded.name))
@@ -132,10 +127,14 @@ def _train_in_processes(loaded: LoadedRecipe, options: Options, processes: int, 
         group = stack.enter_context(ProcessGroup(success_codes=(0, StoppedError.exit_code), signals=signals))
         path = scratch / f"{loaded.name}.yaml"
         path.write_text(to_yaml(loaded.recipe), encoding="utf-8")
+        environment = {**without_rank_variables(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        if task is not None or options.callbacks.observers:
+            environment[CARRIED_VARIABLE] = str(scratch / "carried")
+            Carried(task=task, callbacks=options.callbacks).write(scratch / "carried")
         arguments = [str(path), *overrides, "--processes", str(processes), "--run-dir", str(directory.root)]
         child = group.start(
             [sys.executable, "-P", "-m", "paceline", "train", *arguments, "--resume", options.resume],
-            env={**without_rank_variables(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=environment,
             stdout=subprocess.DEVNULL if quiet else subprocess.PIPE,
             stderr=scratch / "errors",
         )

@@ -158,7 +158,9 @@ def metric_title(name: str) -> str:
 def metric_unit(name: str) -> str:
     """Return the unit of a metric by its name: ``%`` for accuracies, IoU, mean average precision and F1."""
     is_error = re.match(r"(mae|rmse|r2)_", name)  # belongs to a column of numbers, which may have any name
-    is_share = re.search(r"(^|_)(accuracy|map\d*|(macro|micro|entity)_f1|entity_(precision|recall))$|^m?iou(_|$)", name)
+    is_share = re.search(
+        r"_accuracy$|(^|_)(map\d*|(macro|micro|entity)_f1|entity_(precision|recall))$|^m?iou(_|$)", name
+    )
     return "%" if is_share and not is_error else ""
 
 
@@ -166,7 +168,9 @@ def format_metric(name: str, value: float) -> str:
     """Format a metric's value: ``91.23 %`` for percentages, else four digits; ``undefined`` for NaN."""
     if math.isnan(value):
         return "undefined"
-    return f"{value:.2f} %" if metric_unit(name) else f"{value:.4g}"
+    # Metrics of clicks have this name in percent; one's own metric of the name is a share.
+    is_percentage = metric_unit(name) or (name == "accuracy" and value > 1)
+    return f"{value:.2f} %" if is_percentage else f"{value:.4g}"
 
 
 def format_count(count: float) -> str:

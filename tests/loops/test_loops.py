@@ -35,9 +35,11 @@ def environment(folder: Path, rank: int, ranks: int) -> dict[str, str]:
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     # Each start meets in a file of its own.
     meet = folder / f"meet-{len(list(folder.glob('meet-*')))}"
-    return alone | {"PACELINE_RENDEZVOUS": f"file://{meet}", "GLOO_SOCKET_IFNAME": "lo"} | {
-        name: str(value) for name, value in world.items()
-    }
+    return (
+        alone
+        | {"PACELINE_RENDEZVOUS": f"file://{meet}", "GLOO_SOCKET_IFNAME": "lo"}
+        | {name: str(value) for name, value in world.items()}
+    )
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -36,7 +36,7 @@ from paceline.recipe.load import OWN_LOOP, PATH_KEYS, LoadedRecipe, is_data, loa
 from paceline.recipe.named_code import named_code
 from paceline.records.reader import beyond_until, read_environment, read_plan, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory, existing_run
-from paceline.references import is_code_trusted, trusting_code
+from paceline.references import is_code_trusted, is_reference, trusting_code
 from paceline.units import counted, format_bytes, format_count, format_metric, format_seconds, metric_title
 from paceline.world import COMMAND_VARIABLE, STOP_SIGNALS
 
@@ -176,11 +176,20 @@ def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json
     with loading():
         from paceline.report.html.page import report_at_the_end
         from paceline.telemetry.display import choose_display
+        from paceline.trainer.carried import read_carried
         from paceline.trainer.subject import Options
         from paceline.trainer.train import train_recipe
 
-    display = choose_display(sys.stderr if as_json else sys.stdout)
-    result = train_recipe(loaded, Options(run_dir=run_dir, resume=resume, display=display, report=report_at_the_end))
+    carried = read_carried()
+    options = Options(
+        run_dir=run_dir,
+        resume=resume,
+        display=choose_display(sys.stderr if as_json else sys.stdout),
+        task=carried.task,
+        callbacks=replace(carried.callbacks, prints=is_first_process()),
+        report=report_at_the_end,
+    )
+    result = train_recipe(loaded, options)
     code = store_exit_code(StoppedError.exit_code if result.status == "stopped" else 0)
     if is_first_process():
         if as_json:
@@ -215,7 +224,7 @@ def _show_result(result: TrainResult, recipe: Recipe) -> None:
     echo("Next:")
     if plan.get("sample_name") == "images":
         echo(f"  {program()} predict {typed} photo.jpg{trust}")
-    if plan.get("evaluation_samples") != 0:
+    if plan.get("evaluation_samples") != 0 and all(map(is_reference, recipe.objects.values())):
         echo(f"  {program()} evaluate {typed}{trust}")
     echo(f"  {program()} export {typed} --format safetensors --output model.safetensors{trust}")
     echo(f"  {program()} audit {typed}")

@@ -38,7 +38,8 @@ def trained_task(saved: SavedWeights, *, trust_code: bool) -> TaskMaker:
 
     def refuse_code(recipe: Recipe) -> None:
         # The recipe's data set is not opened, so its code need not be trusted.
-        refuse_foreign_code({"task": recipe.task, "model": tree.get("model", {})}, recipe, where, trusted=trust_code)
+        used = {"task": recipe.task, "model": tree.get("model", {}), "objects": tree.get("objects", {})}
+        refuse_foreign_code(used, recipe, where, trusted=trust_code)
 
     def make(recipe: Recipe) -> Task:
         refuse_code(recipe)

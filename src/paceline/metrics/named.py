@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -59,6 +60,13 @@ class NamedMetrics:
     def __init__(self, config: Mapping[str, Mapping[str, Any]]) -> None:
         self._made = {name: named_metric(name, options) for name, options in config.items()}
         self._batches: list[tuple[NDArray[np.int64], torch.Tensor, torch.Tensor]] = []
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, Any]) -> Self:
+        """Gather for metrics that were given as objects, which stay as they are."""
+        gathered = cls({})
+        gathered._made = copy.deepcopy(dict(metrics))
+        return gathered
 
     @property
     def metrics(self) -> tuple[Metric, ...]:

@@ -126,7 +126,8 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
     kinds: tuple[Kind, ...] = ("optimizers", "schedules", "losses", "augmentations")
     for kind, key in zip(kinds, TRAINING_CODE_KEYS, strict=True):
         if reason := name_problem(kind, name := attrgetter(key)(recipe)):
-            raise RecipeError(f"{source}: {key}: {reason}.", key=key, value=name, rule="a known name")
+            place = "" if source is None else f"{source}: "
+            raise RecipeError(f"{place}{key}: {reason}.", key=key, value=name, rule="a known name")
     origins: dict[str, layers.Origin] = dict.fromkeys(layers.set_keys(tree), "file")
     origins |= dict.fromkeys(layers.set_keys(override_tree), "override")
     # Stored with the run, paths must mean the same in every working directory.
@@ -140,6 +141,8 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
         if data is None or not Path(data).is_relative_to(folder):
             notices.append(f"{source} is the shipped recipe; to mean the folder of that name here, write ./{source}")
     name = path.parent.name if path.name == "recipe.yaml" else path.stem
+    if source is None and recipe.task == "fit":
+        name = recipe.task
     return LoadedRecipe(recipe, name, tuple(notices), origins)
 
 

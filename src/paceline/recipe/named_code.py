@@ -16,7 +16,7 @@ from paceline.errors import RecipeError
 from paceline.recipe.schema import Recipe
 from paceline.references import is_code_trusted, is_reference
 
-CODE_KEYS = ("task", "model.name", "data.dataset", "evaluate.metrics")
+CODE_KEYS = ("task", "model.name", "data.dataset", "evaluate.metrics", "objects")
 """The keys that take ``package.module:name``."""
 TRAINING_CODE_KEYS = ("optimizer.name", "schedule.name", "train.loss", "data.augment.policy")
 """Those of them that only training imports."""
@@ -40,7 +40,8 @@ def _is_code(name: str) -> bool:
 def _names(value: Any) -> list[str]:
     """Return the names that a key holds: its own, or those of a mapping of factories with options."""
     if isinstance(value, Mapping):
-        return [name for each in value.values() if isinstance(each, Mapping) for name in _names(each.get("name"))]
+        inner = (each.get("name") if isinstance(each, Mapping) else each for each in value.values())
+        return [name for each in inner for name in _names(each)]
     return [value] if isinstance(value, str) else []
 
 

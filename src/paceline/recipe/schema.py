@@ -39,6 +39,8 @@ class Recipe:
     checkpoint: Checkpoint = Checkpoint()
     parallel: Parallel = Parallel()
     telemetry: Telemetry = Telemetry()
+    objects: Annotated[dict[str, str], Applies("task", ("fit",))] = Field(default_factory=dict)
+    """What `paceline.fit` was given, by argument: `package.module:name` where it can be imported again."""
 
     def without_initial_weights(self) -> Recipe:
         """Return the recipe for weights that come from elsewhere, such as a checkpoint."""

@@ -28,8 +28,11 @@ from paceline.errors import DataError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import NamedMetrics
+from paceline.optim.build import build_optimizer, build_schedules
+from paceline.optim.schedules import Schedules
 from paceline.plan import DataFacts, Plan
 from paceline.recipe.model import Model as ModelSection
+from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.running import Evaluate
 from paceline.recipe.schema import Recipe
 from paceline.records.events import StepEvent
@@ -215,6 +218,20 @@ class Task(ABC):
         Raises:
             PacelineError: If it does not; the message says what to change.
         """
+
+    def build_optimizer(self, network: nn.Module, optimizer: Optimizer, device: torch.device) -> torch.optim.Optimizer:
+        """Return the optimizer; by default the recipe's.
+
+        Args:
+            network: The network.
+            optimizer: The recipe's section.
+            device: The network's device.
+        """
+        return build_optimizer(network, optimizer, device)
+
+    def build_schedules(self, recipe: Recipe, plan: Plan, optimizer: torch.optim.Optimizer) -> Schedules:
+        """Return the optimizer's settings at each step; by default the recipe's."""
+        return build_schedules(recipe, plan)
 
     def prepare_training(self, placement: Placement) -> None:  # noqa: B027  # most need nothing
         """Prepare what only training needs, after the network is built; by default nothing.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import os
 import re
 import sys
@@ -53,7 +54,7 @@ class Display:
 
 
 def choose_display(stream: TextIO | None, *, live: bool = True) -> Display:
-    """Return live bars if the stream is a terminal that supports them, else plain lines; neither can fail a run.
+    """Return live bars for a terminal that supports them or a notebook, else plain lines; none can fail a run.
 
     Args:
         stream: Where to show progress; None shows nothing.
@@ -64,7 +65,15 @@ def choose_display(stream: TextIO | None, *, live: bool = True) -> Display:
     safe_stream = cast("TextIO", _SafeStream(stream))
     if live and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         return LiveDisplay(safe_stream)
-    return PlainDisplay(safe_stream)
+    shell = _notebook()
+    return PlainDisplay(safe_stream) if shell is None else NotebookDisplay(safe_stream)
+
+
+def _notebook() -> Any:
+    """Return the shell of the notebook whose cell runs this; None elsewhere."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell if hasattr(shell, "kernel") else None
 
 
 class _SafeStream:
@@ -177,6 +186,57 @@ class PlainDisplay(_StreamDisplay):
     def _draw(self) -> None:
         assert self._progress is not None
         self.message(self._progress.line)
+
+
+class NotebookDisplay(PlainDisplay):
+    """A bar below a notebook's cell, redrawn in place, among plain lines for events.
+
+    Args:
+        stream: Receives the lines.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._bar: Any = None
+        self._status = ""
+
+    def start(self, progress: RunProgress, title: str, lines: Sequence[str] = ()) -> None:
+        """Show title and lines, and the bar below them."""
+        from IPython.display import HTML, display  # only in a notebook, which has it
+
+        super().start(progress, title, lines)
+        self._bar = display(HTML(self._html()), display_id=True)
+        self._due = 0.0
+
+    def status(self, text: str) -> None:
+        """Show the text next to the bar; redraw if due, or when it is over."""
+        self._status = text
+        if not text or time.perf_counter() >= self._due:
+            self._draw()
+
+    def message(self, text: str) -> None:
+        """Show a line."""
+        super().message(text)
+        self._due = 0.0
+
+    def close(self) -> None:
+        """Draw the final state and leave it."""
+        self._draw()
+        self._bar = None
+
+    def _draw(self) -> None:
+        if self._bar is not None:
+            from IPython.display import HTML
+
+            self._bar.update(HTML(self._html()))
+        self._due = time.perf_counter() + _REFRESH_SECONDS
+
+    def _html(self) -> str:
+        progress = self._progress
+        assert progress is not None
+        said = self._status or f"epoch {progress.epoch}/{progress.epochs}  {progress.figures}  {progress.time_left}"
+        done = f'<progress value="{progress.step}" max="{progress.total_steps}"></progress>'
+        return f"{done} {progress.step}/{progress.total_steps} <code>{html.escape(said)}</code>"
 
 
 class LiveDisplay(_StreamDisplay):

@@ -20,7 +20,7 @@ from paceline.distributed.watchdog import Heartbeat, Watchdog, WatchdogContext
 from paceline.models.compiled import CompiledNetwork, CompileLog
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.transfer import FreezeSchedule, trained_spans
-from paceline.optim.build import Clipping, build_optimizer, build_schedules
+from paceline.optim.build import Clipping
 from paceline.plan import Plan
 from paceline.recipe.load import recipe_digest, to_tree
 from paceline.recipe.schema import Recipe
@@ -68,7 +68,7 @@ def build_run(subject: Subject) -> Run:
     )
     scored = {"model": strategy.eval_model} | ({} if ema is None else {"ema": compiled.get("ema", ema.module)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler, is_sharded=strategy.is_sharded)
-    optimizer = build_optimizer(network, recipe.optimizer, device)
+    optimizer = subject.task.build_optimizer(network, recipe.optimizer, device)
     heartbeat, progress = Heartbeat(), Progress(begun=subject.started)
     ledger = LedgerWriter(ledger_path(subject.directory.ledger, subject.world.rank))
     noise = NoiseMeter(network, plan, precision, strategy.loss_divisor) if plan.noise_scale_every_steps else None
@@ -87,7 +87,7 @@ def build_run(subject: Subject) -> Run:
         compiled=compiled,
         strategy=strategy,
         optimizer=optimizer,
-        schedules=build_schedules(recipe, plan),
+        schedules=subject.task.build_schedules(recipe, plan, optimizer),
         clipping=Clipping(network, recipe.optimizer),
         geometry=subject.geometry,
         precision=precision,

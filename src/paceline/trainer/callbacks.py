@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +27,12 @@ class Callbacks:
             has been handed over for writing. A true return value stops the run, with a checkpoint, after this step or
             the next.
         stopped_by: Class of the first observer that requested a stop; empty before that.
+        prints: Whether what they print is shown.
     """
 
     observers: Sequence[object] = ()
     stopped_by: str = ""
+    prints: bool = True
 
     def __post_init__(self) -> None:
         for each in self.observers:
@@ -41,6 +45,10 @@ class Callbacks:
         """Call the method named ``moment`` of each observer that has one."""
         for each in self.observers:
             observe = getattr(each, moment, None)
-            # A copy: an observer may change what it receives, and the run still uses it.
-            if observe is not None and observe(*deepcopy(details)) and not self.stopped_by:
+            if observe is None:
+                continue
+            with nullcontext() if self.prints else redirect_stdout(io.StringIO()):
+                # A copy: an observer may change what it receives, and the run still uses it.
+                stops = observe(*deepcopy(details))
+            if stops and not self.stopped_by:
                 self.stopped_by = type(each).__name__

@@ -37,7 +37,7 @@ def with_placeholder_data(recipe: Recipe) -> tuple[Recipe, str | None]:
     if notice is not None:
         return other, notice
     data = recipe.data
-    entry = find_dataset(data.dataset)
+    entry = None if recipe.objects else find_dataset(data.dataset)
     has_targets = bool(data.target_columns) or recipe.task == "image_multilabel"
     if data.path is not None or entry is None or entry.size is None or has_targets:
         return recipe, None  # no stand-in has columns of numbers or several labels
@@ -67,7 +67,7 @@ def with_stand_in(recipe: Recipe, *, planned: bool = False) -> tuple[Recipe, str
         recipe: The recipe.
         planned: Whether only data sets count with which a run can be planned.
     """
-    for entry in named(recipe.data.dataset) if recipe.data.path is None else ():
+    for entry in named(recipe.data.dataset) if recipe.data.path is None and not recipe.objects else ():
         if entry.stand_in is not None and (entry.stand_in.is_plannable or not planned):
             data, notice = entry.stand_in.assume(recipe.data)
             return replace(recipe, data=data), notice

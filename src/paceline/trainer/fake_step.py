@@ -32,7 +32,7 @@ from paceline.devices import Device
 from paceline.errors import ModelError, PacelineError
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.flops import next_node_number
-from paceline.optim.build import Clipping, build_optimizer
+from paceline.optim.build import Clipping
 from paceline.optim.embedding_optim import has_sparse_gradients, use_dense_gradients
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
@@ -412,7 +412,7 @@ def fake_step(
             faker.network(average.module)
         fakes = task.on_fake_tensors([shapes] if average is None else [shapes, average.module])
         with mode:
-            optimizer = build_optimizer(shapes, recipe.optimizer, torch.device(plan.device))
+            optimizer = task.build_optimizer(shapes, recipe.optimizer, torch.device(plan.device))
             for group in optimizer.param_groups if plan.device == "cuda" else ():
                 # On a GPU torch updates all parameters of a group at once where it can; on the CPU, one by one.
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):

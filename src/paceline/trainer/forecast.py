@@ -17,7 +17,7 @@ import torch
 from paceline.data.batch import Batch, copied, rows_of, select_rows, tensors_in
 from paceline.distributed.strategy import Replicas
 from paceline.models.ema import ExponentialMovingAverage
-from paceline.optim.build import Clipping, build_optimizer
+from paceline.optim.build import Clipping
 from paceline.plan import Plan
 from paceline.plan.strategy import exact_gradient_count
 from paceline.records.events import MeasurementEvent
@@ -351,7 +351,7 @@ class _Costs:
         self._copy_probe_batch()
         gradients = self.probe.gradients(run.network)
         network = copy.deepcopy(run.network)
-        optimizer = build_optimizer(network, run.recipe.optimizer, run.device)
+        optimizer = run.task.build_optimizer(network, run.recipe.optimizer, run.device)
         clipping = Clipping(network, run.recipe.optimizer)
         average = None if run.ema is None else ExponentialMovingAverage(network, run.ema.decay)
         for _ in range(2):

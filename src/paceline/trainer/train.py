@@ -19,7 +19,6 @@ from paceline.data.pipeline import Placement
 from paceline.distributed.environment import Launch, read_launch
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, TrainingError
 from paceline.models.transfer import adapt
-from paceline.optim.build import build_optimizer
 from paceline.plan import Plan
 from paceline.plan.batching import usable_processes
 from paceline.plan.run_logs import run_logs
@@ -149,7 +148,7 @@ def plan_only(
         adapt(network, recipe.model)
     task.prepare_training(Placement(device=torch.device("cpu")))
     subject.plan = subject.plan_network(network, notes)
-    build_optimizer(network, recipe.optimizer, torch.device("cpu"))
+    task.build_optimizer(network, recipe.optimizer, torch.device("cpu"))
     if assumed is None:
         subject.geometry = geometry_of(subject.recipe, subject.plan, task)
         if is_built and not on_other_machine:

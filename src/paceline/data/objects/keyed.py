@@ -21,6 +21,7 @@ from paceline.data.objects.parts import parts_of
 from paceline.data.objects.samples import Columns, Samples
 from paceline.data.random_draws import derive_seed
 from paceline.data.slices import SampleSlice
+from paceline.errors import PacelineError
 
 # First number mixed into the seeds, so that training, evaluation and collating draw apart from one another.
 _DOMAINS = {"training": 0x747261696E, "held out": 0x68656C64, "collate": 0x636F6C6C}
@@ -94,7 +95,7 @@ class KeyedReader:
         sample = -1
         try:
             if self.samples.columns is not None:
-                made = _rows(self.samples.columns, torch.from_numpy(piece.ids))
+                made = _rows(self.samples.columns, torch.tensor(piece.ids))
             else:
                 with kept_generators():
                     read = []
@@ -133,6 +134,8 @@ def _rows(columns: Columns, ids: torch.Tensor) -> Any:
 
 def _failure(samples: Samples, sample: int, piece: SampleSlice, error: Exception) -> ReadFailure:
     """Return the sentence for an error in your data set or collate function, with its traceback."""
+    if isinstance(error, PacelineError):
+        return ReadFailure(str(error).removesuffix("."))
     said = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(".")
     if sample >= 0:
         return ReadFailure(f"reading {samples.path(sample)} failed: {said}", traceback.format_exc())

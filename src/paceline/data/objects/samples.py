@@ -81,7 +81,7 @@ def take_apart(data: Any, role: str, collate: Collate | None = None) -> Samples:
         kind = "an IterableDataset" if isinstance(data, IterableDataset) else f"a {type(data).__name__}"
         raise _refused(
             role,
-            f"{kind}, whose samples have no numbers, so that a resumed run could not find its place",
+            f"is {kind}, whose samples have no numbers, so that a resumed run could not find its place",
             "give a data set with len() and [i], for example list(data) if it fits into memory",
         )
     columns = _columns(data, role)
@@ -161,7 +161,7 @@ def _of_loader(loader: DataLoader[Any], role: str, collate: Collate | None) -> S
     Raises:
         DataError: If it draws its samples in a way of its own.
     """
-    batches, sampler = loader.batch_sampler, loader.sampler
+    batches = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset):
         return take_apart(loader.dataset, role, collate)
     own = None
@@ -169,7 +169,9 @@ def _of_loader(loader: DataLoader[Any], role: str, collate: Collate | None) -> S
         own = "no batch size"
     elif type(batches) is not BatchSampler:
         own = f"the batch sampler {type(batches).__name__}"
-    elif type(sampler) not in (SequentialSampler, RandomSampler) or getattr(sampler, "replacement", False):
+    elif type(sampler := batches.sampler) not in (SequentialSampler, RandomSampler) or (
+        isinstance(sampler, RandomSampler) and sampler.replacement
+    ):
         own = f"the sampler {type(sampler).__name__}"
     if own is not None:
         raise _refused(
@@ -180,4 +182,4 @@ def _of_loader(loader: DataLoader[Any], role: str, collate: Collate | None) -> S
     found = take_apart(
         loader.dataset, role, collate or (None if loader.collate_fn is default_collate else loader.collate_fn)
     )
-    return replace(found, batch_size=loader.batch_size, workers=loader.num_workers)
+    return replace(found, batch_size=getattr(batches, "batch_size", None), workers=loader.num_workers)

@@ -1,0 +1,285 @@
+"""Training a network, data and a loss of your own, given as objects: :func:`paceline.fit`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.weights import load_trained, read_weights
+from paceline.data.objects.samples import take_apart
+from paceline.errors import CheckpointError, RecipeError
+from paceline.optim.own import own_optimizer
+from paceline.recipe.load import Overrides, load_recipe
+from paceline.references import trusting_code
+from paceline.tasks.objects import Fit, Objects, gather
+from paceline.trainer.train import TrainResult
+from paceline.training import train
+
+_LR = 1e-3
+_BATCH = 64
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class FitResult(TrainResult):
+    """How a run of :func:`fit` ended.
+
+    Attributes:
+        task: The task that the objects became.
+    """
+
+    task: Fit
+
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        """The network with the weights of its best evaluation, or the newest without one; in evaluation mode.
+
+        A network that was given as an object is that object.
+        """
+        given = self.task.objects.model
+        network = given if isinstance(given, nn.Module) else self.task.build_model()
+        load_trained(network, _best_weights(self.run_dir))
+        return network.cpu().eval()
+
+    def predict(self, data: Any, *, batch_size: int = 64) -> Any:
+        """Return the network's outputs for samples, in their order, with or without targets.
+
+        Args:
+            data: Anything that :func:`fit` takes as data.
+            batch_size: Samples for each call of the network.
+        """
+        return self.task.outputs(self.model, take_apart(data, "data", self.task.objects.train_set.collate), batch_size)
+
+
+def fit(
+    model: nn.Module | Callable[[], nn.Module],
+    train_set: Any,
+    held_out: Any = None,
+    *,
+    loss: Callable[..., Any],
+    metrics: Mapping[str, Any] | None = None,
+    optimizer: Any = "adamw",
+    lr: float | None = None,
+    epochs: float | None = None,
+    batch_size: int | None = None,
+    seed: int | None = None,
+    run_dir: str | Path | None = None,
+    overrides: Overrides = (),
+    collate: Callable[[list[Any]], Any] | None = None,
+    weights: Any = None,
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+    schedule_interval: str = "step",
+    processes: int = 1,
+    callbacks: Sequence[object] = (),
+    workers: int | str = "auto",
+    resume: str = "auto",
+    quiet: bool = False,
+) -> FitResult:
+    """Train your network on your data; the same call resumes a run that was interrupted, bit for bit.
+
+    Everything of a recipe holds, as for :func:`train`: checkpoints, records, report, several processes. Before each
+    ``train_set[i]`` the generators of Python, NumPy, torch and albumentations are seeded by seed, epoch and ``i``, so
+    random transforms are the same with any number of workers and after any resume. Arithmetic is fp32 unless
+    ``train.precision`` asks for less.
+
+    Args:
+        model: A module, or a function that makes one, whose initial weights ``seed`` then draws.
+        train_set: A data set with ``len()`` and ``[i]``; a tuple or dict of tensors or arrays; a DataLoader, which is
+            taken apart; or a function that makes one of these.
+        held_out: The samples to score after each epoch, likewise; None for none.
+        loss: ``loss(outputs, targets)``, the mean over the batch; or, with a first parameter called ``model``,
+            ``loss(model, batch)`` with the batch as ``collate`` made it. A batch's last part is its targets, or the one
+            called ``labels`` or ``targets`` in a dict; the others are the network's arguments.
+        metrics: By name: a function of outputs and targets (or model and batch) that returns one value for each
+            sample, or a metric of torchmetrics.
+        optimizer: A recipe's name, such as ``adamw``; a class of torch; or a function of the parameters.
+        lr: The peak learning rate; by default 0.001, or that of the function.
+        epochs: Length of the run; by default 10.
+        batch_size: Samples in a step, over all processes; by default the DataLoader's, or 64.
+        seed: Seed of the order of samples, of random transforms and dropout; by default 0.
+        run_dir: The run directory; by default a new one under ``runs/``.
+        overrides: Any other key of a recipe, ``{"train.ema": 0.999}``.
+        collate: Makes a batch of a list of samples; by default torch's function.
+        weights: What each sample counts for in the loss, such as its tokens, where the loss is a mean over these:
+            a function of a sample, or a pair of arrays of whole numbers for both data sets.
+        schedule: A function from the optimizer to a scheduler of torch; by default the learning rate is constant.
+        schedule_interval: ``step`` or ``epoch``: when the scheduler moves.
+        processes: Number of processes on this machine.
+        callbacks: As for :func:`train`.
+        workers: Loader processes for each process; 0 reads in the training process.
+        resume: As for :func:`train`.
+        quiet: Show no progress.
+
+    Raises:
+        PacelineError: For every mistake, in one sentence, before the first step.
+
+    Example:
+        >>> result = paceline.fit(Net(), train_set, held_out, loss=F.cross_entropy, epochs=3, run_dir="runs/mine")
+        >>> result.metrics["loss"], result.model
+    """
+    parts = {"model": model, "train_set": train_set, "held_out": held_out, "collate": collate, "weights": weights}
+    parts |= {"loss": loss, "optimizer": _own_optimizer(optimizer, model), "schedule": schedule}
+    objects = gather(**parts, metrics=_checked_metrics(metrics), schedule_interval=schedule_interval)
+    chosen = _Overrides(overrides)
+    chosen.set("epochs", "train.duration", None if epochs is None else f"{epochs} epochs")
+    chosen.set("batch_size", "batch.global_size", batch_size, objects.train_set.batch_size or _BATCH)
+    chosen.set("seed", "seed", seed)
+    chosen.set("workers", "data.workers", None if workers == "auto" else workers)
+    chosen.set("optimizer", "optimizer.name", optimizer if isinstance(optimizer, str) else None)
+    _set_rate(chosen, objects, lr)
+    if schedule is None:
+        chosen.set("schedule", "schedule.name", None, "constant")
+    names = {key: _name(value) for key, value in (parts | {"optimizer": optimizer}).items() if value is not None}
+    if isinstance(optimizer, str):
+        del names["optimizer"]
+    names |= {f"metrics.{key}": _name(value) for key, value in objects.metrics.items()}
+    chosen.set("fit", "task", "fit")
+    chosen.set("fit", "objects", names)
+    make = functools.partial(Fit, objects=objects)
+    trained = train(
+        overrides=chosen.values,
+        run_dir=run_dir,
+        resume=resume,
+        task=make,
+        callbacks=callbacks,
+        processes=processes,
+        quiet=quiet,
+    )
+    with trusting_code():  # the recipe names what was given, and nothing of it is imported
+        task = make(load_recipe(trained.run_dir).recipe)
+    result = FitResult(**{each.name: getattr(trained, each.name) for each in fields(trained)}, task=task)
+    if isinstance(model, nn.Module):
+        result.model  # noqa: B018  # the object gets its weights, as with other trainers
+    return result
+
+
+def _set_rate(chosen: _Overrides, objects: Objects, lr: float | None) -> None:
+    """Set the peak learning rate: what was asked, a usual one, or that of a function.
+
+    Raises:
+        RecipeError: If it was given twice.
+    """
+    own = objects.optimizer
+    if own is None or inspect.isclass(own):
+        chosen.set("lr", "optimizer.lr", lr, _LR)
+    elif lr is not None:
+        raise RecipeError(f"lr={lr}, but optimizer is a function that sets it; leave one out.", key="lr", value=lr)
+    else:
+        chosen.set("optimizer", "optimizer.lr", _lr_of(own, objects.model))
+
+
+class _Overrides:
+    """Overrides by key; an argument and an override of the same key are refused."""
+
+    def __init__(self, overrides: Overrides) -> None:
+        if isinstance(overrides, Mapping):
+            self.values: dict[str, Any] = dict(overrides)
+        else:
+            self.values = dict(each.split("=", 1) for each in overrides)
+
+    def set(self, argument: str, key: str, value: Any, default: Any = None) -> None:
+        """Set a key, unless it has no value and the overrides set it.
+
+        Raises:
+            RecipeError: If both do.
+        """
+        if value is not None and key in self.values:
+            raise RecipeError(f"{argument}={value} and overrides set {key}={self.values[key]}; leave one out.", key=key)
+        if value is not None or (default is not None and key not in self.values):
+            self.values[key] = default if value is None else value
+
+
+def _own_optimizer(optimizer: Any, model: Any) -> Any:
+    """Return a class or function that makes the optimizer; None for a recipe's name."""
+    if isinstance(optimizer, str):
+        return None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return _remade(optimizer, model)
+    if not callable(optimizer):
+        raise RecipeError(
+            f"optimizer is a {type(optimizer).__name__}; give a name such as 'adamw', a class or a function of the "
+            "parameters.",
+            key="optimizer",
+        )
+    return optimizer
+
+
+def _remade(optimizer: torch.optim.Optimizer, model: Any) -> Any:
+    """Return a function that makes an optimizer like one that was given, for a copy of its network."""
+    places = {id(each): place for place, each in enumerate(model.parameters())} if isinstance(model, nn.Module) else {}
+    groups = [
+        {**group, "params": [places.get(id(each)) for each in group["params"]]} for group in optimizer.param_groups
+    ]
+    if any(place is None for group in groups for place in group["params"]):
+        raise RecipeError(
+            "optimizer holds parameters that are not the model's; give a class or a function of the parameters.",
+            key="optimizer",
+        )
+    kind, defaults = type(optimizer), dict(optimizer.defaults)
+    accepted = inspect.signature(kind).parameters
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        theirs = [{**group, "params": [parameters[place] for place in group["params"]]} for group in groups]
+        return kind(theirs, **{key: value for key, value in defaults.items() if key in accepted})
+
+    return make
+
+
+def _lr_of(optimizer: Callable[..., Any], model: Any) -> float:
+    """Return the learning rate that a function gives the optimizer's first group."""
+    network = model if isinstance(model, nn.Module) else model()
+    return float(own_optimizer(optimizer, network, None).param_groups[0]["lr"])
+
+
+def _checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    found = dict(metrics or {})
+    for name, each in found.items():
+        if not name.isidentifier() or not callable(each):
+            raise RecipeError(
+                f"metrics has {name!r}: {type(each).__name__}; give a name of letters, digits and underscores, and a "
+                "function or a metric of torchmetrics.",
+                key="metrics",
+            )
+    return found
+
+
+def _name(value: Any) -> str:
+    """Return ``module:name`` of what can be imported; otherwise what it is."""
+    if isinstance(value, nn.Module) and _is_plain(value):
+        value = type(value)
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if isinstance(module, str) and isinstance(name, str):
+        if module != "__main__" and name.isidentifier() and getattr(sys.modules.get(module), name, None) is value:
+            return f"{module}:{name}"
+        return f"{name} of {module}"
+    kind = type(value)
+    home = sys.modules.get(kind.__module__)
+    for name, each in vars(home).items() if home is not None and kind.__module__ != "__main__" else ():
+        if each is value:
+            return f"{kind.__module__}:{name}"
+    return f"a {kind.__name__} of {kind.__module__}"
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module is what its class makes without arguments, but for its weights."""
+    try:
+        with torch.random.fork_rng(devices=()):
+            plain = type(module)()
+    except Exception:  # noqa: BLE001  # it needs arguments
+        return False
+    shapes = [{name: each.shape for name, each in one.state_dict().items()} for one in (plain, module)]
+    return shapes[0] == shapes[1] and repr(plain) == repr(module)
+
+
+def _best_weights(run_dir: Path) -> Any:
+    try:
+        return read_weights(run_dir, best=True)
+    except CheckpointError:
+        return read_weights(run_dir)

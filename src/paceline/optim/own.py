@@ -1,0 +1,165 @@
+"""An optimizer and a learning-rate scheduler of your own, given as objects."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from paceline.errors import RecipeError
+from paceline.optim.schedules import Schedules, Settings
+from paceline.plan.rates import LearningRate
+
+_TRIED_STEPS = 100_000
+
+
+def own_optimizer(given: Any, network: nn.Module, lr: float | None) -> torch.optim.Optimizer:
+    """Return an optimizer for a network.
+
+    Its groups keep the ratios of their learning rates, and follow the schedule of the first one's.
+
+    Args:
+        given: A class, called with the parameters and ``lr``, or a function of the parameters.
+        network: The network.
+        lr: The learning rate of a class; None for its default.
+
+    Raises:
+        RecipeError: If it gives no optimizer that works for every step by itself.
+    """
+    parameters = [each for each in network.parameters() if each.requires_grad]
+    try:
+        is_class = inspect.isclass(given)
+        built = given(parameters, **({} if lr is None else {"lr": lr})) if is_class else given(parameters)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(
+            f"optimizer failed with {type(error).__name__}: {error}; correct it.", key="optimizer"
+        ) from error
+    if not isinstance(built, torch.optim.Optimizer):
+        raise RecipeError(
+            f"optimizer gave a {type(built).__name__}, but it must give a torch.optim.Optimizer.", key="optimizer"
+        )
+    closure = inspect.signature(built.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise RecipeError(
+            f"optimizer={type(built).__name__} computes the loss several times in a step, which a run cannot repeat; "
+            "use another, for example AdamW.",
+            key="optimizer",
+        )
+    base = float(built.param_groups[0]["lr"])
+    for group in built.param_groups:
+        group["lr_factor"] = float(group["lr"]) / base if base else 1.0
+    return built
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnSchedules(Schedules):
+    """The learning rate, and the momentum if it moves, of a torch scheduler that moves by itself.
+
+    It is moved on a copy of the optimizer, so that a step's rate is a function of the step, and a resume needs no
+    state.
+
+    Attributes:
+        rates: Moves the scheduler to a step.
+    """
+
+    rates: Callable[[int], Settings]
+
+    @classmethod
+    def of(
+        cls,
+        make: Callable[[torch.optim.Optimizer], Any],
+        optimizer: torch.optim.Optimizer,
+        *,
+        first_step: Callable[[int], int] | None,
+        base: LearningRate,
+    ) -> Self:
+        """Return the schedule that a function makes.
+
+        Args:
+            make: Makes a torch scheduler from an optimizer.
+            optimizer: The run's.
+            first_step: The first step of an epoch, if the scheduler moves once per epoch; None if it moves at each
+                step.
+            base: The recipe's learning rate, of which only the number of steps is used.
+
+        Raises:
+            RecipeError: If it gives no such scheduler, or one that ends before the run.
+        """
+        scheduler, twin = scheduled_twin(make, optimizer)
+        moved = _Moved(scheduler, twin)
+        ends: list[int] = []
+
+        def at(step: int) -> Settings:
+            if first_step is None:
+                return moved.to(step)
+            while not ends or ends[-1] <= step:
+                ends.append(first_step(len(ends) + 1))
+            return moved.to(bisect_right(ends, step))
+
+        at(min(base.total_steps, _TRIED_STEPS) - 1)  # a scheduler may be made for fewer steps than the run has
+        return cls(learning_rate=base, rates=at)
+
+    def at(self, step: int, position: int | None = None) -> Settings:
+        """Return the settings of optimizer step ``step`` (from 0)."""
+        return self.rates(step)
+
+
+def scheduled_twin(
+    make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Return the scheduler that a function makes for a copy of an optimizer, which shares its parameters, and the copy.
+
+    Raises:
+        RecipeError: If it gives no scheduler, or one that follows a metric.
+    """
+    shared = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+    twin = copy.deepcopy(optimizer, memo=dict(shared))
+    for group in twin.param_groups:
+        group.pop("initial_lr", None)
+    scheduler = make(twin)
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise RecipeError(
+            f"schedule gave a {type(scheduler).__name__}, but it must give a torch.optim.lr_scheduler.LRScheduler.",
+            key="schedule",
+        )
+    if "metrics" in inspect.signature(scheduler.step).parameters:
+        raise RecipeError(
+            f"schedule={type(scheduler).__name__} follows a metric, so that a step's learning rate would depend on "
+            "when it was evaluated; use one that depends on the step, or stop early with evaluate.patience.",
+            key="schedule",
+        )
+    return scheduler, twin
+
+
+class _Moved:
+    """A scheduler's settings by number of moves; each is computed once."""
+
+    def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._scheduler, self._optimizer = scheduler, optimizer
+        self._settings = [self._now()]
+
+    def to(self, moves: int) -> Settings:
+        while len(self._settings) <= moves:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # this copy of the optimizer takes no steps
+                try:
+                    self._scheduler.step()
+                except ValueError as error:
+                    raise RecipeError(
+                        f"schedule={type(self._scheduler).__name__} ends before the run: {error}; make it longer.",
+                        key="schedule",
+                    ) from error
+            self._settings.append(self._now())
+        return self._settings[moves]
+
+    def _now(self) -> Settings:
+        group = self._optimizer.param_groups[0]
+        momentum = group.get("momentum", group.get("betas", (None,))[0])
+        return Settings(learning_rate=float(group["lr"]), momentum=momentum)

@@ -1,0 +1,629 @@
+"""The task of `paceline.fit`: a network, data, a loss and metrics of your own, given as objects."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.data.batch import Batch, Nested, joined_along_samples, mapped
+from paceline.data.image.pipeline import ImagePipeline, OpenedSplit, share_of_cores
+from paceline.data.image.reading import ReadFailure
+from paceline.data.loaders.pytorch import LoaderBackend
+from paceline.data.objects.keyed import KeyedReader
+from paceline.data.objects.purity import Reading, read_again
+from paceline.data.objects.samples import Samples, take_apart
+from paceline.data.pipeline import Pipeline, Placement, identity
+from paceline.data.slices import SampleSlice, SampleWeights, first_samples
+from paceline.errors import DataError, ModelError, RecipeError
+from paceline.escaping import one_line
+from paceline.metrics.accumulator import Collector, Metric
+from paceline.metrics.answers import Answers
+from paceline.metrics.named import NamedMetrics
+from paceline.optim.own import OwnSchedules, own_optimizer, scheduled_twin
+from paceline.optim.schedules import Schedules
+from paceline.plan import DataFacts, Plan
+from paceline.recipe.optimizer import Optimizer
+from paceline.recipe.schema import Recipe
+from paceline.recipe.unused import all_but
+from paceline.references import is_reference, load_reference
+from paceline.tasks.task import Model, Task
+from paceline.world import World
+
+_MODEL_NAMES = {"model", "net", "network", "module"}
+_TARGET_NAMES = ("labels", "label", "targets", "target", "y")
+_LOWER_IS_BETTER = ("loss", "error", "mae", "mse", "distance", "perplexity", "nll")
+# Where a batch is read in less time, handing it over from another process takes longer.
+_FAST_SECONDS = 0.005
+_TRIED = 2
+_LOG = logging.getLogger("paceline.fit")
+_CONSEQUENCE = "a resume, or another number of workers or processes, will not repeat this run exactly."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objects:
+    """What `paceline.fit` was given; see there.
+
+    Attributes:
+        weights: Whole numbers that weigh the training samples in the loss, and the held-out samples; None: all alike.
+        optimizer: Makes the optimizer from the network; None for the recipe's.
+        schedule: Makes a torch scheduler from the optimizer; None for the recipe's.
+        schedule_interval: ``step`` or ``epoch``: how often the scheduler moves.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    train_set: Samples
+    held_out: Samples | None
+    loss: Callable[..., Any]
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    weights: tuple[SampleWeights, SampleWeights | None] | None = None
+    optimizer: Any = None
+    schedule: Any = None
+    schedule_interval: str = "step"
+
+
+PARTS = ("model", "train_set", "held_out", "loss", "metrics", "collate", "weights", "optimizer", "schedule")
+"""What a run is made of, besides the recipe."""
+
+
+def named_objects(recipe: Recipe) -> Objects:
+    """Return the objects whose names a recipe holds.
+
+    Raises:
+        RecipeError: If one of them is in no module that can be imported.
+    """
+    found: dict[str, Any] = {}
+    for key, name in recipe.objects.items():
+        if not is_reference(name):
+            raise RecipeError(
+                f"this run's {key} is {name}, which no command can import; call paceline.fit again with the same "
+                "objects, or put it at the top of a module, where it or a function that makes it has a name.",
+                key=f"objects.{key}",
+                value=name,
+            )
+        found[key] = load_reference(name, RecipeError)
+    if missing := [key for key in ("model", "train_set", "loss") if key not in found]:
+        raise RecipeError(
+            f"task=fit needs objects.{missing[0]}; runs of paceline.fit name it.", key=f"objects.{missing[0]}"
+        )
+    metrics = {key.removeprefix("metrics."): each for key, each in found.items() if key.startswith("metrics.")}
+    return gather(**{key: each for key, each in found.items() if "." not in key}, metrics=metrics)
+
+
+def gather(
+    *,
+    model: Any,
+    train_set: Any,
+    loss: Any,
+    held_out: Any = None,
+    metrics: Mapping[str, Any] | None = None,
+    collate: Any = None,
+    weights: Any = None,
+    **others: Any,
+) -> Objects:
+    """Return what was given, with its data taken apart.
+
+    Raises:
+        PacelineError: If something is of the wrong kind.
+    """
+    if others.get("schedule_interval", "step") not in ("step", "epoch"):
+        found = others["schedule_interval"]
+        raise RecipeError(f"schedule_interval is {found!r}; choose 'step' or 'epoch'.", key="schedule_interval")
+    made = train_set() if is_maker(train_set) else train_set
+    train = take_apart(made, "train_set", collate)
+    given = held_out() if is_maker(held_out) else held_out
+    scored = None if given is None else take_apart(given, "held_out", collate)
+    if not callable(model):
+        raise RecipeError(
+            f"model is a {type(model).__name__}; give a torch.nn.Module, or a function that makes one.", key="model"
+        )
+    if not callable(loss):
+        raise RecipeError(f"loss is a {type(loss).__name__}; give a function such as F.cross_entropy.", key="loss")
+    if (schedule := others.get("schedule")) is not None and not callable(schedule):
+        kind = type(schedule).__name__
+        raise RecipeError(
+            f"schedule is a {kind}; give a function of the optimizer: lambda optimizer: {kind}(optimizer, ...).",
+            key="schedule",
+        )
+    return Objects(
+        model=model,
+        train_set=train,
+        held_out=scored,
+        loss=loss,
+        metrics=dict(metrics or {}),
+        weights=None if weights is None else weigh(weights, train, scored),
+        **others,
+    )
+
+
+def is_maker(data: Any) -> bool:
+    """Whether data is a function that makes them, and not data."""
+    return inspect.isfunction(data) or (inspect.isclass(data) and not hasattr(data, "__class_getitem__"))
+
+
+def weigh(weights: Any, train: Samples, held_out: Samples | None) -> tuple[SampleWeights, SampleWeights | None]:
+    """Return the weights of training and held-out samples, as whole numbers.
+
+    Args:
+        weights: A function of a sample, or one array; or a pair of arrays, for both sets.
+        train: The training samples.
+        held_out: The held-out samples.
+
+    Raises:
+        RecipeError: If they do not fit the samples.
+    """
+    if callable(weights):
+        sets = (train,) if held_out is None else (train, held_out)
+        counted = [np.array([int(weights(each.read(i))) for i in range(len(each))], dtype=np.int64) for each in sets]
+    else:
+        pair = weights if isinstance(weights, tuple) else (weights,)
+        counted = [np.asarray(each) for each in pair]
+    expected = [len(each) for each in (train, held_out) if each is not None]
+    for role, array in zip(("train_set", "held_out"), counted, strict=False):
+        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+            raise RecipeError(
+                f"weights for {role} are {array.dtype} {list(array.shape)}; give one whole number a sample.",
+                key="weights",
+            )
+    if [len(each) for each in counted] != expected:
+        numbers, samples = (" and ".join(map(str, each)) for each in (map(len, counted), expected))
+        raise RecipeError(
+            f"weights has {numbers} numbers for {samples} samples; give a function of a sample, or an array for each "
+            "data set.",
+            key="weights",
+        )
+    whole = [each.astype(np.int64) for each in counted]
+    return whole[0], whole[1] if held_out is not None else None
+
+
+def takes_model(function: Callable[..., Any]) -> bool:
+    """Whether a loss or metric is called with the model and the batch: its first parameter has such a name."""
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return False
+    return bool(parameters) and parameters[0] in _MODEL_NAMES
+
+
+class Fit(Task):
+    """Trains a network of your own on data of your own.
+
+    Args:
+        recipe: The recipe.
+        objects: What was given; None for what the recipe's `objects` name.
+    """
+
+    def __init__(self, recipe: Recipe, objects: Objects | None = None) -> None:
+        super().__init__(recipe)
+        self.objects = named_objects(recipe) if objects is None else objects
+        self._takes_model = takes_model(self.objects.loss)
+        self._each_loss = None if self._takes_model else one_by_one(self.objects.loss)
+        self._means = {name: each for name, each in self.objects.metrics.items() if not _is_torchmetric(each)}
+        self._whole = {name: each for name, each in self.objects.metrics.items() if name not in self._means}
+        per = "weight" if self.objects.weights else None
+        self.metrics = (
+            Metric(name="loss", per=per),
+            *(Metric(name=name, higher_is_better=_is_better_higher(name, each)) for name, each in self._means.items()),
+            *NamedMetrics.of(self._whole).metrics,
+        )
+
+    # Data
+
+    @cached_property
+    def _readings(self) -> dict[bool, Reading]:
+        found = {training: read_again(self._reader(training=training)) for training in self._splits}
+        for each in found.values():
+            if each.difference:
+                _LOG.warning("paceline: warning: %s", one_line(f"{each.difference}; {_CONSEQUENCE}"))
+        return found
+
+    @property
+    def _splits(self) -> dict[bool, Samples]:
+        held_out = self.objects.held_out
+        return {True: self.objects.train_set} | ({} if held_out is None else {False: held_out})
+
+    def _reader(self, note: Callable[[int], None] | None = None, *, training: bool) -> KeyedReader:
+        samples, seed = self._splits[training], self.recipe.seed
+        return KeyedReader(samples, seed=seed, training=training, divide=self._divide, note=note)
+
+    def _divide(self, batch: Any) -> tuple[Nested, Nested]:
+        return (batch, ()) if self._takes_model else divide(batch)
+
+    def data_facts(self, world: World) -> DataFacts:
+        """Read a few samples, and return how many there are."""
+        workers, reason = self._choose_workers(world)
+        digests = [each.digest for each in self._readings.values()]
+        counts = [len(each) for each in self._splits.values()]
+        description: dict[str, Any] = {"workers": workers, "samples": counts}
+        if all(digests):
+            description["digest"] = "-".join(digests)
+        if differences := [each.difference for each in self._readings.values() if each.difference]:
+            description["not_repeatable"] = differences
+        unused = all_but(["data.workers", "data.prefetch"], "the data are objects of yours")
+        unused |= all_but(_OF_ANY_NETWORK, "the network is an object of yours", sections=("model",))
+        if self.objects.optimizer is not None:
+            kept = ("optimizer.lr", "optimizer.lr_scaling", "optimizer.lr_reference_batch", *_CLIPPING)
+            unused |= all_but(kept, "the optimizer is an object of yours", sections=("optimizer",))
+        if self.objects.schedule is not None:
+            unused |= all_but([], "the schedule is an object of yours", sections=("schedule",))
+        return DataFacts(
+            train_samples=counts[0],
+            evaluation_samples=sum(counts[1:]),
+            description=description,
+            reasons={"data.workers": reason},
+            unused=unused,
+        )
+
+    def _choose_workers(self, world: World) -> tuple[int, str]:
+        requested = self.recipe.data.workers
+        train = self.objects.train_set
+        if isinstance(requested, int):
+            return requested, "as the recipe says"
+        if train.columns is not None:
+            return 0, "tensors in memory need no loader processes"
+        if train.workers is not None:
+            return train.workers, "as the DataLoader says"
+        seconds = self._readings[True].seconds
+        batch = seconds and seconds * self.recipe.batch.global_size / world.world_size
+        if batch is not None and batch < _FAST_SECONDS:
+            return 0, f"a batch is read in about {1000 * batch:.1f} ms"
+        return share_of_cores(world)
+
+    def open_pipeline(self, placement: Placement) -> Pipeline:
+        """Open the stream of batches."""
+        workers, _ = self._choose_workers(World())
+
+        def split(*, training: bool) -> OpenedSplit:
+            samples = self._splits.get(training, self.objects.train_set)
+
+            def opened(_: Any) -> LoaderBackend:
+                return LoaderBackend(
+                    samples,
+                    functools.partial(self._reader, training=training),
+                    workers=0 if samples.columns is not None else workers,
+                    prefetch=self.recipe.data.prefetch,
+                    pin_memory=placement.device.type == "cuda",
+                )
+
+            return OpenedSplit(source=samples if training in self._splits else (), open=opened)  # type: ignore[arg-type]
+
+        return ImagePipeline(
+            train=split(training=True),
+            evaluation=split(training=False),
+            normalize=identity,
+            placement=placement,
+            has_workers=workers > 0,
+        )
+
+    def sample_weights(self) -> SampleWeights | None:
+        """Return the weights that were given."""
+        return None if self.objects.weights is None else self.objects.weights[0]
+
+    # Network
+
+    def build_model(self) -> nn.Module:
+        """Return a copy of the network that was given, or one that the function makes."""
+        given = self.objects.model
+        network = copy.deepcopy(given) if isinstance(given, nn.Module) else given()
+        if not isinstance(network, nn.Module):
+            raise ModelError(
+                f"model returned a {type(network).__name__}, but it must return a torch.nn.Module.", key="model"
+            )
+        return network
+
+    def check_network(self, network: nn.Module) -> None:
+        """Try the loss and the metrics on two samples, and the optimizer, without changing anything."""
+        if any(each.is_meta for each in network.parameters()):
+            return
+        trial = copy.deepcopy(network)
+        if self.objects.optimizer is not None or self.objects.schedule is not None:
+            optimizer = self.build_optimizer(trial, self.recipe.optimizer, torch.device("cpu"))
+            if self.objects.schedule is not None:
+                scheduled_twin(self.objects.schedule, optimizer)
+        for training in self._splits:
+            batch = self._tried(training=training)
+            trial.train(training)
+            with torch.no_grad():
+                self.loss(trial, batch) if training else self.score(trial, batch)
+
+    def _tried(self, *, training: bool) -> Batch:
+        read = self._reader(training=training)[first_samples(min(_TRIED, len(self._splits[training])))]
+        if isinstance(read, Batch):
+            return read
+        raise DataError(f"{read.message}.") from None
+
+    def build_optimizer(self, network: nn.Module, optimizer: Optimizer, device: torch.device) -> torch.optim.Optimizer:
+        """Return the optimizer that was given, for this network; by default the recipe's."""
+        if self.objects.optimizer is None:
+            return super().build_optimizer(network, optimizer, device)
+        return own_optimizer(self.objects.optimizer, network, optimizer.lr)
+
+    def build_schedules(self, recipe: Recipe, plan: Plan, optimizer: torch.optim.Optimizer) -> Schedules:
+        """Return the schedule that was given; by default the recipe's."""
+        found = super().build_schedules(recipe, plan, optimizer)
+        if self.objects.schedule is None:
+            return found
+        first_step = plan.epochs.first_step if self.objects.schedule_interval == "epoch" else None
+        return OwnSchedules.of(self.objects.schedule, optimizer, first_step=first_step, base=found.learning_rate)
+
+    # Loss and metrics
+
+    def loss(self, model: Model, batch: Batch) -> Tensor:
+        """Return the mean loss of a micro-batch."""
+        _, loss = self._outputs_and_loss(model, batch)
+        return self._mean(loss, batch)
+
+    def _outputs_and_loss(self, model: Model, batch: Batch) -> tuple[Any, Tensor]:
+        if self._takes_model:
+            return None, self._called("loss", self.objects.loss, model, batch.inputs)
+        outputs = self._answer(model, batch.inputs)
+        return outputs, self._called("loss", self.objects.loss, outputs, batch.targets)
+
+    def _answer(self, model: Model, inputs: Nested) -> Any:
+        try:
+            return call(model, inputs)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise self._explained("the network", error, inputs) from error
+
+    def _called(self, name: str, function: Callable[..., Any], first: Any, second: Any) -> Any:
+        try:
+            return function(first, second)
+        except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
+            raise self._explained(name, error, first if not callable(first) else second, second) from error
+
+    def _explained(self, what: str, error: Exception, *arguments: Any) -> Exception:
+        if isinstance(error, torch.OutOfMemoryError):
+            return error
+        shapes = " and ".join(describe(each) for each in arguments if not callable(each))
+        text = " ".join(str(error).split()).removesuffix(".")
+        if "dtype" in text and "float64" in shapes:
+            text += "; NumPy's numbers are float64: give float32, for example x.astype('float32')"
+        return ModelError(f"{what} failed on {shapes}: {type(error).__name__}: {text}; correct it.", key=what)
+
+    def _mean(self, loss: Any, batch: Batch) -> Tensor:
+        """Return a loss as one number: itself, or the mean of one value for each sample."""
+        count = len(batch.ids)
+        if not isinstance(loss, Tensor) or not loss.is_floating_point():
+            found = describe(loss)
+            raise ModelError(f"loss returned {found}, but must return the batch's mean loss, a tensor.", key="loss")
+        if loss.numel() == 1:
+            return loss.reshape(())
+        if loss.shape not in ((count,), (count, 1)):
+            raise ModelError(
+                f"loss returned {describe(loss)} for {count} samples; return the mean, or one value for each sample.",
+                key="loss",
+            )
+        weights = self._weights_of(batch)
+        flat = loss.reshape(count)
+        return flat.mean() if weights is None else (flat * weights).sum() / weights.sum()
+
+    def _weights_of(self, batch: Batch, *, training: bool = True) -> Tensor | None:
+        weights = self.objects.weights
+        chosen = None if weights is None else weights[0 if training else 1]
+        if chosen is None:
+            return None
+        device = next((each.device for each in _tensors(batch.inputs)), torch.device("cpu"))
+        return torch.from_numpy(chosen[batch.ids]).to(device)
+
+    def score(self, model: Model, batch: Batch) -> dict[str, Any]:
+        """Return the loss and the metrics of each sample."""
+        count = len(batch.ids)
+        outputs, loss = self._outputs_and_loss(model, batch)
+        mean = self._mean(loss, batch) if loss.numel() == 1 or self.objects.weights is None else loss
+        values: dict[str, Any] = {"loss": loss.reshape(count) if loss.numel() == count > 1 else mean.expand(count)}
+        if self._each_loss is not None and loss.numel() == 1 and self.objects.weights is None:
+            values["loss"] = self._losses(outputs, batch, mean)
+        if (weights := self._weights_of(batch, training=False)) is not None:
+            values |= {"weight": weights, "loss": values["loss"] * weights}
+        for name, metric in self._means.items():
+            values[name] = self._values(name, metric, model, batch, outputs)
+        if self._whole:
+            values |= {"logit": self._outputs(model, batch, outputs), "label": self._targets(batch)}
+        return values
+
+    def _losses(self, outputs: Any, batch: Batch, mean: Tensor) -> Tensor:
+        """Return each sample's loss, where their mean is the loss; else the loss for each sample."""
+        assert self._each_loss is not None
+        count = len(batch.ids)
+        values = self._each_loss(outputs, batch.targets)
+        if not isinstance(values, Tensor) or not values.ndim or len(values) != count:
+            return mean.expand(count)
+        each = values.reshape(count, -1).mean(dim=1)
+        # With class weights or ignored targets the loss is no mean over samples. Nothing waits for the device.
+        return torch.where(torch.isclose(each.mean(), mean, rtol=1e-4, atol=1e-6), each, mean)
+
+    def _values(self, name: str, metric: Callable[..., Any], model: Model, batch: Batch, outputs: Any) -> Tensor:
+        what, count = f"metrics[{name!r}]", len(batch.ids)
+        if takes_model(metric):
+            found = self._called(
+                what, metric, model, batch.inputs if self._takes_model else (batch.inputs, batch.targets)
+            )
+        else:
+            found = self._called(what, metric, self._outputs(model, batch, outputs), self._targets(batch))
+        values = torch.as_tensor(found)
+        if values.numel() != count or (values.ndim == 0 and count > 1):
+            raise ModelError(
+                f"{what} returned {describe(values)} for {count} samples; return one value for each sample: the run "
+                "takes the mean.",
+                key=what,
+            )
+        return values.reshape(count)
+
+    def _outputs(self, model: Model, batch: Batch, outputs: Any) -> Any:
+        return outputs if outputs is not None else self._answer(model, divide(batch.inputs)[0])
+
+    def _targets(self, batch: Batch) -> Any:
+        return divide(batch.inputs)[1] if self._takes_model else batch.targets
+
+    @property
+    def gives_scores(self) -> bool:  # type: ignore[override]  # depends on what was given
+        """Whether metrics of all held-out samples can be named."""
+        return not self._takes_model
+
+    def collectors(self) -> tuple[Collector, ...]:
+        """Return what gathers the samples for torchmetrics."""
+        return (NamedMetrics.of(self._whole),) if self._whole else ()
+
+    def answers(self, model: Model, batch: Batch) -> Answers | None:
+        """Return the predicted classes, if targets are class numbers and outputs are scores."""
+        if self._takes_model or not isinstance(batch.targets, Tensor):
+            return None
+        outputs, targets = self._answer(model, batch.inputs), batch.targets
+        is_score = isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] > 1
+        if not is_score or targets.ndim != 1 or targets.is_floating_point() or targets.dtype == torch.bool:
+            return None
+        return Answers.of(outputs, targets.long())
+
+    def predict(self, model: Model, batch: Batch) -> dict[str, Nested]:
+        """Return the network's outputs, for a predictions file."""
+        outputs = None if self._takes_model else self._answer(model, batch.inputs)
+        return {"output": outputs} if isinstance(outputs, Tensor) else {}
+
+    def outputs(self, network: nn.Module, samples: Samples, batch_size: int) -> Any:
+        """Return a network's outputs for samples with or without targets, in their order, on the CPU."""
+        parts = self._parts(self._reader_of(self.objects.train_set)[first_samples(1)])
+        reader, made = self._reader_of(samples), []
+        with torch.no_grad():
+            for first in range(0, len(samples), batch_size):
+                ids = np.arange(first, min(first + batch_size, len(samples)))
+                read = reader[SampleSlice(step=0, epoch=0, logical_rank=0, ids=ids, step_weight=len(ids))]
+                batch = read.inputs if isinstance(read, Batch) else None
+                if isinstance(read, ReadFailure):
+                    raise DataError(read.message)
+                has_targets = self._parts(read) == parts
+                made.append(call(network, divide(batch)[0] if has_targets else without_wrapper(batch)))
+        return joined_along_samples(made)
+
+    def _reader_of(self, samples: Samples) -> KeyedReader:
+        return KeyedReader(samples, seed=self.recipe.seed, training=False, divide=lambda batch: (batch, ()))
+
+    def _parts(self, read: Any) -> Any:
+        """Return what distinguishes a batch with targets from one without."""
+        batch = read.inputs if isinstance(read, Batch) else None
+        if isinstance(batch, Mapping):
+            return any(name in batch for name in _TARGET_NAMES)
+        return len(batch) if isinstance(batch, list | tuple) else 1
+
+    def description(self) -> dict[str, Any]:
+        """Return the names of the classes, if the data set has them, as torchvision's do."""
+        classes = getattr(self.objects.train_set.data, "classes", None)
+        is_names = isinstance(classes, list | tuple) and all(isinstance(each, str) for each in classes)
+        return {"class_names": list(classes)} if is_names and classes else {}
+
+
+Fit.is_own = True  # computed as written, and its mistakes are explained
+
+_CLIPPING = ("optimizer.clip_norm", "optimizer.clip_value", "optimizer.clip_adaptive")
+_OF_ANY_NETWORK = (
+    *("model.compile", "model.compile_backend", "model.channels_last", "model.frozen", "model.unfreeze"),
+    *("model.freeze_after", "model.initialize_from", "model.initialize_partly", "model.activation_checkpointing"),
+    *("model.adapters", "model.ghost_batch_norm"),
+)
+
+
+def _is_torchmetric(metric: Any) -> bool:
+    return hasattr(metric, "compute") and hasattr(metric, "update")
+
+
+def _is_better_higher(name: str, metric: Any) -> bool:
+    given = getattr(metric, "higher_is_better", None)
+    return bool(given) if given is not None else not any(word in name.lower() for word in _LOWER_IS_BETTER)
+
+
+def _tensors(value: Nested) -> list[Tensor]:
+    found: list[Tensor] = []
+    mapped(found.append, value)
+    return found
+
+
+def divide(batch: Any) -> tuple[Nested, Nested]:
+    """Divide a batch into inputs and targets: the last of several parts, or the part of a dict with such a name.
+
+    Raises:
+        ModelError: If it has no targets.
+    """
+    if isinstance(batch, Mapping):
+        name = next((each for each in _TARGET_NAMES if each in batch), None)
+        if name is not None:
+            return {key: value for key, value in batch.items() if key != name}, batch[name]
+        found = (
+            f"are dicts with {', '.join(map(repr, batch))}, and none of them is {' or '.join(map(repr, _TARGET_NAMES))}"
+        )
+    elif isinstance(batch, list | tuple) and len(batch) > 1:
+        return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
+    else:
+        found = "have no targets"
+    raise ModelError(f"the samples {found}; give loss(model, batch), which takes the batch as it is.", key="loss")
+
+
+def without_wrapper(batch: Any) -> Nested:
+    """Return inputs without targets: the only part of samples that have one, or all parts."""
+    if isinstance(batch, list | tuple):
+        return batch[0] if len(batch) == 1 else tuple(batch)
+    return batch
+
+
+def call(model: Model, inputs: Nested) -> Any:
+    """Call a network: with a dict by name, and with several inputs one by one, where its ``forward`` takes them so."""
+    forward = inspect.signature(getattr(model, "forward", model))
+    if isinstance(inputs, Mapping) and _fits(forward, **inputs):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list) and _fits(forward, *inputs):
+        return model(*inputs)
+    return model(inputs)
+
+
+def _fits(signature: inspect.Signature, *arguments: Any, **named: Any) -> bool:
+    try:
+        signature.bind(*arguments, **named)
+    except TypeError:
+        return False
+    return True
+
+
+def one_by_one(loss: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return a loss of torch as it gives one value for each sample; None for another function.
+
+    Raises:
+        RecipeError: If it adds the samples up.
+    """
+    reduction = getattr(loss, "reduction", None)
+    if isinstance(loss, functools.partial):
+        reduction = loss.keywords.get("reduction", reduction)
+    if reduction == "sum":
+        raise RecipeError(
+            "loss adds its samples up (reduction='sum'), but a step needs their mean; leave it out.", key="loss"
+        )
+    if isinstance(loss, nn.Module) and reduction == "mean":
+        each = copy.copy(loss)
+        each.reduction = "none"  # type: ignore[assignment]  # a plain attribute of torch's losses
+        return each
+    takes = not isinstance(loss, nn.Module) and "reduction" in _parameters(loss)
+    return functools.partial(loss, reduction="none") if takes else None
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def describe(value: Nested) -> str:
+    """Describe a batch or an answer by its shapes and types."""
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {describe(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, tuple | list) and len(value) <= 4:
+        return "(" + ", ".join(map(describe, value)) + ")"
+    return f"a {type(value).__name__}"
