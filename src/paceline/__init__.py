@@ -15,6 +15,7 @@ HOMES = {
     "CommandResult": "paceline.functions",
     "FitResult": "paceline.fitting",
     "ImageClassification": "paceline.tasks.image_classification",
+    "Loop": "paceline.loop.loop",
     "PacelineError": "paceline.errors",
     "Recipe": "paceline.recipe.schema",
     "Task": "paceline.tasks.task",

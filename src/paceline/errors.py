@@ -90,6 +90,10 @@ class VersionError(UnreadableError, RunDirectoryError):
         )
 
 
+class LoopError(PacelineError):
+    """A program with a loop of its own (:class:`paceline.Loop`) uses it in a way that cannot work."""
+
+
 class LabError(PacelineError):
     """A lab of the course, or what a student wrote for it, is missing, or cannot be read or run."""
 

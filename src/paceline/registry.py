@@ -86,6 +86,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "image_regression": "paceline.tasks.image_regression:ImageRegression",
         "distillation": "paceline.tasks.distillation:Distillation",
         "fit": "paceline.tasks.objects:Fit",
+        "own_loop": "paceline.tasks.own_code:own_loop",
     },
     "datasets": {},  # built-in data sets register themselves: paceline.dataset_registry
     "commands": {},  # listed in paceline.cli.commands

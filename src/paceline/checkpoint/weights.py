@@ -430,16 +430,16 @@ def _is_nonfinite(tensor: Tensor) -> bool:
     return tensor.ndim < 2 or not (bool(zeros.any()) and bool((zeros | (values == -torch.inf)).all()))
 
 
-def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of the entries in sorted key order: the key's UTF-8 bytes, then the tensor's bytes.
+def weights_sha256(*states: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of each state's entries in sorted key order: the key's UTF-8 bytes, then the tensor's bytes.
 
     Tensors are taken contiguous, on the CPU, little-endian, in their own dtype. Sharded ones are gathered one at a
     time, which makes this a collective.
     """
     digest = hashlib.sha256()
-    for key in sorted(state):
+    for entries, key in ((each, key) for each in states for key in sorted(each)):
         digest.update(key.encode())
-        tensor = state[key].detach()
+        tensor = entries[key].detach()
         tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         tensor = tensor.cpu().contiguous()
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)

@@ -31,13 +31,14 @@ from paceline.command import Overrides, RecipeName, Shape, command
 from paceline.errors import PacelineError, RunDirectoryError, StoppedError
 from paceline.loading import loading
 from paceline.machine import available_cores
-from paceline.recipe.load import PATH_KEYS, LoadedRecipe, is_data, load_recipe, shipped_recipes, to_tree
+from paceline.processes import ProcessGroup, received_signals
+from paceline.recipe.load import OWN_LOOP, PATH_KEYS, LoadedRecipe, is_data, load_recipe, shipped_recipes, to_tree
 from paceline.recipe.named_code import named_code
-from paceline.records.reader import beyond_until, read_environment, read_plan
+from paceline.records.reader import beyond_until, read_environment, read_plan, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory, existing_run
-from paceline.references import is_reference, trusting_code
+from paceline.references import is_code_trusted, is_reference, trusting_code
 from paceline.units import counted, format_bytes, format_count, format_metric, format_seconds, metric_title
-from paceline.world import COMMAND_VARIABLE
+from paceline.world import COMMAND_VARIABLE, STOP_SIGNALS
 
 if TYPE_CHECKING:
     from paceline.distributed.local_launch import Restarts
@@ -431,6 +432,8 @@ class Resume:
     def continued(self) -> Iterator[Train]:
         """Context in the folder that the run was started in; gives the command that continues it."""
         directory, processes = existing_run(self.run.absolute()), self.processes
+        if read_recipe(directory).get("task") == OWN_LOOP:
+            return self._run_program(directory, as_json)
         overrides = (*beyond_until(directory), *self.overrides)
         max_restarts = self.max_restarts
         loaded = load_recipe(directory.root, overrides)  # code that it names is imported only with --trust-code
@@ -465,6 +468,29 @@ class Resume:
                 yield train
         finally:
             del os.environ[COMMAND_VARIABLE]
+
+    def _run_program(self, directory: RunDirectory, as_json: bool) -> int:
+        """Run the program again whose own loop trains this run (paceline.Loop).
+
+        Raises:
+            click.UsageError: If the program may not be run, or an option is given that only it could follow.
+        """
+        environment = read_environment(directory)
+        command_line, folder = str(environment.get("command", "")), str(environment.get("directory", ""))
+        typed = f"cd {shlex.quote(folder)} && {command_line}"
+        if self.overrides or self.processes or self.max_restarts or self.until:
+            raise click.UsageError(f"a program of yours trains '{directory.root}': give it the options, in {typed}")
+        if not is_code_trusted() or environment.get("launched_by") == "slurm":
+            way = "" if environment.get("launched_by") == "slurm" else ", or add --trust-code to run that here"
+            raise click.UsageError(f"a program of yours trains '{directory.root}': run it again, as in {typed}{way}.")
+        codes = (0, StoppedError.exit_code)
+        with received_signals(STOP_SIGNALS) as signals, ProcessGroup(success_codes=codes, signals=signals) as group:
+            output = sys.stderr if as_json else None
+            child = group.start(shlex.split(command_line), cwd=folder, stdout=output)
+            group.wait()
+        if as_json and directory.summary.is_file():
+            print_json({"run_dir": str(directory.root), **read_summary(directory).to_json()})
+        return store_exit_code(child.code or 0)
 
 
 def _recorded_processes(directory: RunDirectory, recorded: list[str]) -> int | ProcessRange:

@@ -19,7 +19,7 @@ from paceline.recipe.running import Parallel
 
 # torch 2.14 renamed the option.
 _DDP_PARAMETERS = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
-_BUFFER_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_PARAMETERS else "broadcast_buffers"
+BUFFER_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_PARAMETERS else "broadcast_buffers"
 
 # Layers whose running statistics are used only in evaluation, and the names of those buffers.
 _NORMS = (
@@ -80,7 +80,7 @@ class DataParallel(VotingStrategy, Replicas):
             "static_graph": parallel.static_graph,
             # A static graph determines which parameters are unused.
             "find_unused_parameters": parallel.unused_parameters == "allow" and not parallel.static_graph,
-            _BUFFER_SYNC: has_buffers,
+            BUFFER_SYNC: has_buffers,
         }
         self._compression = parallel.gradient_compression
         self._replica = self._wrap()

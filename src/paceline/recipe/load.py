@@ -39,6 +39,15 @@ SHIPPED = Path(__file__).parent.parent / "recipes"
 _RECIPE: TypeAdapter[Recipe] = TypeAdapter(Recipe)
 Overrides = Mapping[str, Any] | Sequence[str]
 
+OWN_LOOP = "own_loop"
+"""The task of a run whose loop is a program's own (``paceline.Loop``)."""
+_OF_A_LOOP = {
+    "data": ("workers",),
+    "batch": ("global_size",),
+    "train": ("duration",),
+    "parallel": ("device", "backend", "timeout"),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRecipe:
@@ -213,7 +222,12 @@ def to_tree(recipe: Any) -> dict[str, Any]:
 
 def to_yaml(recipe: Recipe) -> str:
     """Return the resolved recipe as YAML that :func:`load_recipe` reads back to an equal recipe."""
-    text: str = yaml.dump(to_tree(recipe), Dumper=PlainDumper, sort_keys=False, allow_unicode=True, width=120)
+    tree = to_tree(recipe)
+    if recipe.task == OWN_LOOP:  # the rest is in the program
+        whole = ("task", "seed", "checkpoint", "telemetry")
+        parts = {section: {key: tree[section][key] for key in keys} for section, keys in _OF_A_LOOP.items()}
+        tree = {key: tree[key] for key in whole} | parts
+    text: str = yaml.dump(tree, Dumper=PlainDumper, sort_keys=False, allow_unicode=True, width=120)
     return text
 
 

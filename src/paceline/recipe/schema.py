@@ -25,7 +25,7 @@ class Recipe:
     """`image_classification`, `image_multilabel` (any number of labels), `image_regression` (numbers), `distillation`
     (classes, with a teacher), `language_modeling`, `text_classification`, `token_classification` (a tag for each word),
     `recommendation`, `detection`, `segmentation` (classes of pixels), a name that an installed package registers, or
-    your own `package.module:factory`."""
+    your own `package.module:factory`. `own_loop` marks a run of `paceline.Loop`."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True), BeforeValidator(parse_integer)] = 0
     """Seed of the initial weights, the sample order, augmentation and dropout."""
     model: Model = Model()

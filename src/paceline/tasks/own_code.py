@@ -13,10 +13,25 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from paceline.errors import ModelError, PacelineError, did_you_mean
+from paceline.errors import ModelError, PacelineError, RecipeError, did_you_mean
 from paceline.metrics.accumulator import Metric
+from paceline.recipe.schema import Recipe
 from paceline.references import is_ours
 from paceline.tasks.task import Task
+
+
+def own_loop(_: Recipe) -> Task:
+    """Refuse the recipe of a run whose loop is a program of yours: only that program knows the network.
+
+    Raises:
+        RecipeError: Always.
+    """
+    raise RecipeError(
+        "task=own_loop: a program of yours trains this run (paceline.Loop), and only that program knows its network; "
+        "run the program again to go on, and load the weights into your module from checkpoints/step-*/*.safetensors.",
+        key="task",
+        value="own_loop",
+    )
 
 
 def refused(task: Task, found: str, value: Any, expected: str) -> ModelError:

@@ -59,6 +59,12 @@ _RESERVED_NAMES |= {"data_wait_fraction", "padding_fraction", "token_imbalance",
 _RESERVED_PREFIXES = ("throughput_", "slowest_", "noise_scale")
 
 
+def is_reserved(name: str) -> bool:
+    """Whether a value of a step cannot be logged under a name: records use it, or it is not an identifier."""
+    is_ours = name in _RESERVED_NAMES or name.endswith("_seconds") or name.startswith(_RESERVED_PREFIXES)
+    return is_ours or not name.isidentifier()
+
+
 class Task(ABC):
     """The learning problem: samples, network, loss and metrics.
 
@@ -259,12 +265,7 @@ class Task(ABC):
         Raises:
             ValueError: If the name is not an identifier, or it is reserved.
         """
-        if (
-            not name.isidentifier()
-            or name in _RESERVED_NAMES
-            or name.endswith("_seconds")
-            or name.startswith(_RESERVED_PREFIXES)
-        ):
+        if is_reserved(name):
             raise ValueError(
                 f"log({name!r}): records already use this name, or it is not an identifier; choose another."
             )

@@ -53,12 +53,17 @@ class Display:
         """End the display; closing twice, or without a start, is harmless."""
 
 
-def choose_display(stream: TextIO | None) -> Display:
-    """Return live bars for a terminal that supports them or a notebook, else plain lines; none can fail a run."""
+def choose_display(stream: TextIO | None, *, live: bool = True) -> Display:
+    """Return live bars for a terminal that supports them or a notebook, else plain lines; none can fail a run.
+
+    Args:
+        stream: Where to show progress; None shows nothing.
+        live: Whether bars may be drawn: a program that prints lines of its own would tear them.
+    """
     if stream is None or getattr(stream, "closed", False):  # None: it was closed when Python started
         return Display()
     safe_stream = cast("TextIO", _SafeStream(stream))
-    if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+    if live and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         return LiveDisplay(safe_stream)
     shell = _notebook()
     return PlainDisplay(safe_stream) if shell is None else NotebookDisplay(safe_stream)

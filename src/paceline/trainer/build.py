@@ -101,7 +101,7 @@ def build_run(subject: Subject) -> Run:
         clock=build_step_clock(device.type),
         heartbeat=heartbeat,
         watchdog=_watchdog(heartbeat, subject),
-        recorder=_recorder(subject, ledger, progress),
+        recorder=build_recorder(subject, ledger, progress),
         display=subject.display,
         callbacks=subject.options.callbacks,
         stop=subject.stop,
@@ -219,7 +219,8 @@ def _compiled(recipe: Recipe, plan: Plan, networks: Mapping[str, nn.Module]) -> 
     }
 
 
-def _recorder(subject: Subject, ledger: LedgerWriter, progress: Progress) -> Recorder:
+def build_recorder(subject: Subject, ledger: LedgerWriter, progress: Progress) -> Recorder:
+    """Return what writes the records; other ranks than the first only have a ledger."""
     recipe, directory = subject.recipe, subject.directory
     if not subject.world.is_first:
         return Recorder(None, ledger, [], subject.display, progress)

@@ -6,6 +6,7 @@ need.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -53,19 +54,16 @@ from paceline.world import World
 
 
 @dataclass(kw_only=True)
-class Run:
-    """The parts of a run on one process. The plan is authoritative; mutable state is in :attr:`components`.
+class SavedRun(abc.ABC):
+    """What saving, the records and the summary need of a run on one process, whoever writes its loop.
+
+    The plan is authoritative; mutable state is in :attr:`components`.
 
     Attributes:
-        network: The bare network; what the optimizer, checkpoints and digests see.
-        scored: Networks that evaluation calls, by set of weights: the network and its average, compiled if requested.
-        compiled: The compiled ones among these.
-        strategy: Holds the network as the step calls it, compiled and wrapped.
         components: The contents of a checkpoint, by name.
         publisher: Publishes checkpoints: complete ones on the first rank, or this rank's shards.
         writer: The thread in which it does.
         identity: Unique identity of this run.
-        listeners: What follows the run without changing it.
         saved_position: Position of the newest checkpoint; -1 before the first.
         saved_name: Its directory name; empty before the first.
         mirroring: Copies checkpoints to an address, on the first rank; None without ``checkpoint.mirror``.
@@ -79,6 +77,76 @@ class Run:
     device: torch.device
     collectives: Collectives
     directory: RunDirectory
+    geometry: StepGeometry
+    progress: Progress
+    window: Window
+    clock: StepClock
+    heartbeat: Heartbeat
+    recorder: Recorder
+    display: Display
+    stop: StopRequest
+    components: Registry
+    publisher: Publisher
+    writer: BackgroundWriter[None]
+    mirroring: Mirroring | None = None
+    utilisation: Utilisation | None = None
+    saved_position: int = -1
+    saved_name: str = ""
+
+    @abc.abstractmethod
+    def models(self) -> dict[str, nn.Module]:
+        """The sets of weights by name."""
+
+    @abc.abstractmethod
+    def sync_buffers(self) -> None:
+        """Broadcast their buffers from the first rank, before they are scored or saved; a collective."""
+
+    @property
+    @abc.abstractmethod
+    def unmeasured(self) -> frozenset[str]:
+        """Phases whose time cannot be separated from others here."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process saves its part of the state."""
+        return False
+
+    @property
+    def best(self) -> Best | None:
+        """The best evaluation so far, if its checkpoint is kept."""
+        best = self.progress.best
+        if not best or not self.recipe.checkpoint.keep_best:
+            return None
+        return Best(best["step"], best["metric"], best["value"], best["weights"])
+
+    def mfu(self, samples_per_second: float | None) -> dict[str, float | None]:
+        """Return the fraction of the devices' peak that a throughput reaches, as recorded; empty if unknown."""
+        return {} if self.utilisation is None else self.utilisation.for_record(samples_per_second)
+
+    def due(self, occasion: Occasion, *, ahead: int = 0) -> bool:
+        """Whether something done periodically and at the end is due now (or ``ahead`` steps later)."""
+        return self.plan.is_due(occasion, self.progress.position + ahead)
+
+    @property
+    def last_good(self) -> str:
+        """Name the newest checkpoint in a sentence; non-finite state is never saved."""
+        if not self.saved_name:
+            return "No checkpoint was saved before."
+        return f"The last good checkpoint is {self.directory.checkpoints / self.saved_name}."
+
+
+@dataclass(kw_only=True)
+class Run(SavedRun):
+    """The parts of a run that the trainer's own loop trains.
+
+    Attributes:
+        network: The bare network; what the optimizer, checkpoints and digests see.
+        scored: Networks that evaluation calls, by set of weights: the network and its average, compiled if requested.
+        compiled: The compiled ones among these.
+        strategy: Holds the network as the step calls it, compiled and wrapped.
+        listeners: What follows the run without changing it.
+    """
+
     task: Task
     pipeline: Pipeline
     network: nn.Module
@@ -88,29 +156,14 @@ class Run:
     optimizer: torch.optim.Optimizer
     schedules: Schedules
     clipping: Clipping
-    geometry: StepGeometry
     precision: Precision
     guard: NonFiniteGuard
     freeze_schedule: FreezeSchedule
     ema: ExponentialMovingAverage | None
     evaluator: Evaluator
-    progress: Progress
-    window: Window
-    clock: StepClock
-    heartbeat: Heartbeat
     watchdog: Watchdog
-    recorder: Recorder
-    display: Display
     callbacks: Callbacks
-    stop: StopRequest
-    components: Registry
-    publisher: Publisher
-    writer: BackgroundWriter[None]
-    mirroring: Mirroring | None = None
-    utilisation: Utilisation | None = None
     listeners: list[Listener] = field(default_factory=list)
-    saved_position: int = -1
-    saved_name: str = ""
 
     def train_batches(self) -> Iterator[Batch]:
         """This process's micro-batches from the current position to the end."""
@@ -155,14 +208,6 @@ class Run:
         return ControlFlags(stop=stop, save=is_due)
 
     @property
-    def best(self) -> Best | None:
-        """The best evaluation so far, if its checkpoint is kept."""
-        best = self.progress.best
-        if not best or not self.recipe.checkpoint.keep_best:
-            return None
-        return Best(best["step"], best["metric"], best["value"], best["weights"])
-
-    @property
     def load(self) -> StepLoad | None:
         """Amount of computation of the last step, over all processes; None if samples have no lengths."""
         return self.geometry.load(self.progress.position - 1, self.world.world_size)
@@ -196,17 +241,9 @@ class Run:
         self.heartbeat.enter(phase, last=synchronizes, samples=samples)
         return self.clock.span(phase)
 
-    def mfu(self, samples_per_second: float | None) -> dict[str, float | None]:
-        """Return the fraction of the devices' peak that a throughput reaches, as recorded; empty if unknown."""
-        return {} if self.utilisation is None else self.utilisation.for_record(samples_per_second)
-
     def models(self) -> dict[str, nn.Module]:
         """The sets of weights by name."""
         return {"model": self.network} | ({} if self.ema is None else {"ema": self.ema.module})
-
-    def due(self, occasion: Occasion, *, ahead: int = 0) -> bool:
-        """Whether something done periodically and at the end is due now (or ``ahead`` steps later)."""
-        return self.plan.is_due(occasion, self.progress.position + ahead)
 
     def checkpoint_due(self, agreed: ControlFlags) -> bool:
         """Whether to save now: by step count, by time, or because the last evaluation was the best so far."""
@@ -227,11 +264,13 @@ class Run:
         return "signal" if agreed.stop else ""
 
     @property
-    def last_good(self) -> str:
-        """Name the newest checkpoint in a sentence; non-finite state is never saved."""
-        if not self.saved_name:
-            return "No checkpoint was saved before."
-        return f"The last good checkpoint is {self.directory.checkpoints / self.saved_name}."
+    def is_sharded(self) -> bool:
+        """Whether each process saves its part of the state."""
+        return self.strategy.is_sharded
+
+    def sync_buffers(self) -> None:
+        """Broadcast their buffers from the first rank, before they are scored or saved; a collective."""
+        self.strategy.sync_buffers(list(self.models().values()))
 
     def best_metric(self) -> Metric:
         """The metric that decides which evaluation is best."""

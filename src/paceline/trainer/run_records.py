@@ -26,7 +26,7 @@ from paceline.trainer.forecast import ReadAhead
 from paceline.trainer.nonfinite import check_loss, divergence
 from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.recorder import find_slowest, summarize_ranks
-from paceline.trainer.run import Run
+from paceline.trainer.run import Run, SavedRun
 from paceline.units import counted
 
 # Samples of the first batch shown in the report.
@@ -174,12 +174,12 @@ def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True
         raise DataError(f"{problem} {advice}")
 
 
-def digests(run: Run) -> dict[str, str]:
+def digests(run: SavedRun) -> dict[str, str]:
     """Return a digest of each set of weights; a collective if they are sharded."""
     return {name: weights_sha256(network.state_dict()) for name, network in run.models().items()}
 
 
-def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) -> Summary:
+def summarise(run: SavedRun, status: Status, ending: str, sha256: Mapping[str, str]) -> Summary:
     """Collect the outcome; on the first rank, once all ranks' ledgers are on the disk.
 
     Args:

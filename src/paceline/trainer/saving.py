@@ -19,11 +19,11 @@ from paceline.errors import CheckpointError, TrainingError
 from paceline.records.events import CheckpointEvent, ResumeEvent
 from paceline.trainer.mirroring import sendable_records, wait_until_copied
 from paceline.trainer.nonfinite import check_loss, check_state
-from paceline.trainer.run import Run
+from paceline.trainer.run import SavedRun
 from paceline.trainer.step_stats import Window
 
 
-def save_checkpoint(run: Run) -> None:
+def save_checkpoint(run: SavedRun) -> None:
     """Save every component under the current step; a collective. Does nothing if this state is already saved.
 
     Training pauses for the copy to host memory; the first rank writes it while training continues.
@@ -39,7 +39,7 @@ def save_checkpoint(run: Run) -> None:
         # First, because a save in progress fails with it and could not report why.
         run.collectives.on_rank_zero(run.directory.check_in_place)
         finish_saving(run)
-        run.strategy.sync_buffers(list(run.models().values()))
+        run.sync_buffers()
         name = checkpoint_name(run.progress.step)
         if run.mirroring is not None:
             run.mirroring.report(run.recorder)
@@ -48,7 +48,7 @@ def save_checkpoint(run: Run) -> None:
         run.recorder.flush(durable=True)
         # Gather what differs between ranks; for the rest, the first rank's state represents all.
         run.window.gather()
-        if not run.strategy.is_sharded:
+        if not run.is_sharded:
             run.collectives.on_rank_zero(lambda: run.writer.submit(capture(run, None)))
         else:
             staging_dir = run.collectives.on_rank_zero(lambda: run.publisher.store.make_staging_dir(run.progress.step))
@@ -61,7 +61,7 @@ def save_checkpoint(run: Run) -> None:
         run.display.message(news)
 
 
-def capture(run: Run, sharded: ShardedSave | None) -> Callable[[], None]:
+def capture(run: SavedRun, sharded: ShardedSave | None) -> Callable[[], None]:
     """Copy the state now, and return the function that publishes it.
 
     Args:
@@ -86,7 +86,7 @@ def capture(run: Run, sharded: ShardedSave | None) -> Callable[[], None]:
     )
 
 
-def finish_saving(run: Run) -> None:
+def finish_saving(run: SavedRun) -> None:
     """Wait for a save in progress, as long as it advances; a collective.
 
     Raises:
@@ -99,7 +99,7 @@ def finish_saving(run: Run) -> None:
         if state != last_state:
             run.heartbeat.tick()
         last_state = state
-        if run.strategy.is_sharded:
+        if run.is_sharded:
             # A process that cannot write may not be able to leave a note about it either.
             run.collectives.on_all_ranks(run.writer.raise_if_failed)
     run.collectives.on_rank_zero(run.writer.wait)
@@ -108,7 +108,7 @@ def finish_saving(run: Run) -> None:
         run.writer.wait()
 
 
-def _save_progress(run: Run, patience_seconds: float) -> tuple[int, int] | None:
+def _save_progress(run: SavedRun, patience_seconds: float) -> tuple[int, int] | None:
     """Return the signs of progress of a save: the bytes of all checkpoints, and the last change of the run directory.
 
     Returns:
@@ -121,7 +121,7 @@ def _save_progress(run: Run, patience_seconds: float) -> tuple[int, int] | None:
     )
 
 
-def finish_mirroring(run: Run) -> None:
+def finish_mirroring(run: SavedRun) -> None:
     """Wait for unfinished copies, as long as the recipe allows; a collective.
 
     Raises:
@@ -154,7 +154,7 @@ def finish_mirroring(run: Run) -> None:
     run.collectives.on_rank_zero(report)
 
 
-def restore(run: Run, choice: ResumePoint, *, resumes: int) -> None:
+def restore(run: SavedRun, choice: ResumePoint, *, resumes: int) -> None:
     """Restore the state of the chosen checkpoint on every rank; ``resumes`` counts the earlier resumes."""
     if choice.path is not None:
         run.components.restore(read_components(choice.path, chunks=run.components.chunks()))

@@ -181,9 +181,10 @@ class Window:
         self.new_broken: list[BrokenSample] = []
         self.broken_ids: set[int] = set()
 
-    def add(self, loss: torch.Tensor, batch: Batch) -> None:
-        """Record one micro-batch: its loss (left on the device) and the samples it used up."""
-        self._pending.append((loss.detach(), batch.weight))
+    def add(self, loss: torch.Tensor | None, batch: Batch) -> None:
+        """Record one micro-batch: its loss, if there is one (left on the device), and the samples it used up."""
+        if loss is not None:
+            self._pending.append((loss.detach(), batch.weight))
         self._pending_logged += [(name, each, batch.weight) for name, each in self._pop_logged().items()]
         if batch.slice.phantom:
             return

@@ -366,7 +366,7 @@ class Subject(contextlib.ExitStack[bool | None]):
             backend=parallel.backend,
         )
         # Not after an error: destroying the group may wait for peers, and the error must be reported first.
-        self.push(lambda error, *_: None if error else leave())
+        self.push(lambda error, *_: None if error else self._leave())
         waiting = self.enter_context(contextlib.closing(ExitOnSignal(self.world)))
         self._take_directory()
         self._check_agreement()
@@ -406,6 +406,9 @@ class Subject(contextlib.ExitStack[bool | None]):
             mirroring.mirror_checkpoints(self.directory, request, self.decision, mirror_state, *common)
         )
         waiting.close()
+
+    def _leave(self) -> None:
+        leave()
 
     def _take_directory(self) -> None:
         """Open the run directory, created if needed; the first rank holds it, and removes an unused new one."""

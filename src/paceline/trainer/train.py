@@ -38,7 +38,7 @@ from paceline.trainer.loop import fit
 from paceline.trainer.network import load_initial_weights
 from paceline.trainer.nonfinite import check_outcome, divergence
 from paceline.trainer.result import TrainResult
-from paceline.trainer.run import Run
+from paceline.trainer.run import Run, SavedRun
 from paceline.trainer.run_dir_checks import RunLock
 from paceline.trainer.run_records import digests, summarise
 from paceline.trainer.saving import finish_mirroring, restore
@@ -187,15 +187,15 @@ def _run(subject: Subject) -> TrainResult:
             _load_data(run)
             result = _train_to_end(run)
         except BaseException as error:
-            _wait_for_save(run, error, subject.lock)
+            wait_for_save(run, error, subject.lock)
             # The current error matters more than a repeated one from a failing disk.
             with contextlib.suppress(Exception):
                 if run.world.is_first:
                     message = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
                     run.recorder.flush()
                     # Processes that would have to contribute their shards of the weights may be gone.
-                    sha256 = {} if run.strategy.is_sharded else digests(run)
-                    _write_summary(run, "failed", "error", sha256, message=message)
+                    sha256 = {} if run.is_sharded else digests(run)
+                    write_summary(run, "failed", "error", sha256, message=message)
             with contextlib.suppress(Exception):
                 run.recorder.close()
             write_pages(run, report)
@@ -206,7 +206,7 @@ def _run(subject: Subject) -> TrainResult:
         return result
 
 
-def _wait_for_save(run: Run, error: BaseException, lock: RunLock | None) -> None:
+def wait_for_save(run: SavedRun, error: BaseException, lock: RunLock | None) -> None:
     """Wait for a save of the last good state that is in progress when an error ends the run."""
     save = run.writer.pending
     if save is not None and not run.writer.is_over(within_seconds=_PATIENCE_SECONDS):
@@ -244,8 +244,8 @@ def _train_to_end(run: Run) -> TrainResult:
         run.recorder.flush(durable=True)
         run.collectives.on_rank_zero(run.directory.check_in_place)
         run.collectives.barrier()
-        sha256 = digests(run) if run.strategy.is_sharded or run.world.is_first else {}
-        summary = run.collectives.on_rank_zero(lambda: _write_summary(run, status, ending, sha256))
+        sha256 = digests(run) if run.is_sharded or run.world.is_first else {}
+        summary = run.collectives.on_rank_zero(lambda: write_summary(run, status, ending, sha256))
         return TrainResult(status=status, run_dir=run.directory.root, summary=summary)
     except ValueError as error:
         # The plan cannot foresee it if the other samples are unreadable, or if a module normalises by itself.
@@ -307,7 +307,7 @@ def _load_data(run: Run) -> None:
     run.display.status("")
 
 
-def _write_summary(run: Run, status: Status, ending: str, sha256: Mapping[str, str], **details: str) -> Summary:
+def write_summary(run: SavedRun, status: Status, ending: str, sha256: Mapping[str, str], **details: str) -> Summary:
     """On the first rank: write the run's last record, then ``summary.json``."""
     summary = summarise(run, status, ending, sha256)
     run.recorder.write(
@@ -325,7 +325,7 @@ def _write_summary(run: Run, status: Status, ending: str, sha256: Mapping[str, s
     return summary
 
 
-def write_pages(run: Run, report: Reporter | None) -> None:
+def write_pages(run: SavedRun, report: Reporter | None) -> None:
     """Write the report and the logs in other formats, if the recipe requests them.
 
     Errors in them do not change how the run ended.

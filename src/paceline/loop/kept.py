@@ -1,0 +1,226 @@
+"""The state of a program's loop: modules and other objects that are kept, and what changes without being kept."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.checkpoint.state import Component, OptimizerComponent, State
+from paceline.checkpoint.weights import weights_sha256
+from paceline.distributed.collectives import Collectives
+from paceline.distributed.data_parallel import BUFFER_SYNC, has_training_buffers
+from paceline.errors import LoopError
+
+Replica = nn.parallel.DistributedDataParallel
+_RESERVED = ("progress", "window", "clock")
+# Kinds of objects whose change is seen although they were not given.
+_WATCHED = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
+_Marks = tuple[Any, ...]
+
+
+class _Object:
+    """An object of the program with a state that may be of another shape each time."""
+
+    def __init__(self, target: Component) -> None:
+        self.state_dict, self.load_state_dict = target.state_dict, target.load_state_dict
+
+    def check_state_dict(self, state: State, /) -> None:
+        """Accept any state: the object checks what it loads."""
+
+
+class Kept:
+    """Everything that a checkpoint of the loop holds, and which gradients still wait for their optimizer."""
+
+    def __init__(self) -> None:
+        self._prepared: list[nn.Module] = []
+        self._others: list[Any] = []
+        self.replicas: list[Replica] = []
+        self._stepped: set[int] = set()
+        self._follows_gradients = False
+        self._applied: dict[int, _Marks] = {}
+        self._unseen: _Unseen | None = None
+
+    def prepare(self, module: nn.Module, collectives: Collectives, device: torch.device) -> nn.Module:
+        """Move a module to the device, give it the first rank's weights, and wrap it where there are ranks.
+
+        Raises:
+            LoopError: If it is not a module, or was prepared before.
+        """
+        if not isinstance(module, nn.Module):
+            raise LoopError(f"prepare takes modules, found a {type(module).__name__}; give it to keep.")
+        bare = bare_module(module)
+        if any(bare is each for each in self._prepared):
+            raise LoopError(f"prepare was given the same {type(bare).__name__} twice; give each module once.")
+        self._prepared.append(bare)
+        bare.to(device)
+        collectives.broadcast_tensors([*(each.data for each in bare.parameters()), *bare.buffers()])
+        trains = any(each.requires_grad for each in bare.parameters())
+        if collectives.world.world_size > 1 and trains and not isinstance(module, Replica):
+            options: dict[str, Any] = {BUFFER_SYNC: has_training_buffers(bare), "init_sync": False}
+            module = Replica(module, device_ids=None if device.index is None else [device.index], **options)
+        if isinstance(module, Replica):
+            self.replicas.append(module)
+        return module
+
+    def keep(self, target: Any) -> None:
+        """Add an object with a state.
+
+        Raises:
+            LoopError: If it has none, or was kept before.
+        """
+        if not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
+            kind = type(target).__name__
+            raise LoopError(f"keep takes objects with state_dict and load_state_dict, and a {kind} lacks them.")
+        target = bare_module(target)
+        if any(target is each for each in (*self._others, *self._prepared)):
+            raise LoopError(f"keep was given the same {type(target).__name__} twice; give each object once.")
+        self._others.append(target)
+        if isinstance(target, Optimizer):
+            target.register_step_post_hook(self._after_step)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The kept optimizers, in the order in which they were given."""
+        return [each for each in self._others if isinstance(each, Optimizer)]
+
+    def named(self) -> dict[str, Any]:
+        """Return all that is kept by its name: ``model`` and ``optimizer`` if there is one, otherwise its class."""
+        names: dict[str, Any] = {}
+        only: dict[str, Sequence[Any]] = {"model": self._prepared, "optimizer": self.optimizers}
+        for target in (*self._prepared, *self._others):
+            alone = next((name for name, each in only.items() if len(each) == 1 and each[0] is target), None)
+            stem = alone or re.sub(r"\W|^[\d_]+", "", type(target).__name__, flags=re.ASCII) or "part"
+            taken, number, name = {*names, *_RESERVED, *only} - {alone}, 1, stem
+            while name in taken:
+                name, number = f"{stem}_{number + 1}", number + 1
+            names[name] = target
+        return names
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the kept modules by name."""
+        return {name: each for name, each in self.named().items() if isinstance(each, nn.Module)}
+
+    def components(self) -> dict[str, Component]:
+        """Return all that is kept as components of a checkpoint."""
+        return {name: _component(each) for name, each in self.named().items()}
+
+    def sha256(self) -> str:
+        """Return the digest of the weights of all kept modules, in the order of their names."""
+        modules = self.modules()
+        return weights_sha256(*(modules[name].state_dict() for name in sorted(modules)))
+
+    # Gradients that are accumulated over several turns of the body are in no checkpoint.
+
+    def begin_turn(self) -> None:
+        """Note that a turn of the body begins."""
+        self._stepped.clear()
+
+    @property
+    def may_have_changed(self) -> bool:
+        """Whether this turn may have changed a module: an optimizer took a step, or none is known."""
+        return bool(self._stepped) or not self.optimizers
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepped.add(id(optimizer))
+        if self._follows_gradients:
+            self._applied[id(optimizer)] = _marks(_gradients(optimizer))
+
+    def has_pending_gradients(self) -> bool:
+        """Whether some gradient was computed after its optimizer's last step, so that a save must wait.
+
+        Gradients that an optimizer has used stay where they are until they are set to zero: to tell them from new ones,
+        steps are followed from the first call on.
+        """
+        self._follows_gradients = True
+        return any(map(self._is_pending, self.optimizers))
+
+    def stop_following(self) -> None:
+        """Follow gradients no longer: the state was saved."""
+        self._follows_gradients = False
+        self._applied.clear()
+
+    def _is_pending(self, optimizer: Optimizer) -> bool:
+        if id(optimizer) in self._stepped:
+            return False
+        gradients = list(_gradients(optimizer))
+        is_used = self._applied.get(id(optimizer)) == _marks(gradients)
+        return not is_used and any(bool(each.any()) for each in gradients)
+
+    # What was not given
+
+    def watch(self) -> None:
+        """Remember the versions of what the program has besides: the first save compares them."""
+        self._unseen = _Unseen(self)
+
+    def take_unkept(self) -> list[str]:
+        """Return the classes of what has changed since and is not kept; asked once."""
+        unseen, self._unseen = self._unseen, None
+        return [] if unseen is None else unseen.changed()
+
+
+def bare_module(target: Any) -> Any:
+    """Return a module without the wrappers of data parallelism and compilation."""
+    while isinstance(target, Replica):
+        target = target.module
+    return getattr(target, "_orig_mod", target)
+
+
+def _component(target: Any) -> Component:
+    if isinstance(target, Optimizer):
+        return OptimizerComponent(target)
+    return target if isinstance(target, nn.Module) else _Object(target)
+
+
+def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None)
+
+
+def _marks(tensors: Any) -> _Marks:
+    """Return values that change whenever one of the tensors is written to or replaced."""
+    return tuple((id(each), each._version) for each in tensors)  # noqa: SLF001  # what autograd counts has no other name
+
+
+class _Unseen:
+    """Objects of the program that are not kept, with the versions of their tensors."""
+
+    def __init__(self, kept: Kept) -> None:
+        known = [*kept.named().values(), *kept.replicas]
+        modules = [each for one in known if isinstance(one, nn.Module) for each in one.modules()]
+        self._tensors = {id(each) for one in modules for each in _direct(one)}
+        own = {id(each) for each in (*known, *modules)}
+        found = [each for each in gc.get_objects() if issubclass(type(each), _WATCHED) and id(each) not in own]
+        self._before = [(weakref.ref(each), self._state(each)) for each in found]
+
+    def changed(self) -> list[str]:
+        """Return the classes of those that differ; of modules within one another, the outermost."""
+        alive = [(target, before) for each, before in self._before if (target := each()) is not None]
+        changed = {id(target): target for target, before in alive if self._state(target) != before}
+        inner = {id(child) for target, _ in alive if isinstance(target, nn.Module) for child in target.children()}
+        outer = [target for target, _ in alive if id(target) not in inner]
+        parts = ((each, each.modules() if isinstance(each, nn.Module) else (each,)) for each in outer)
+        return [type(each).__name__ for each, inside in parts if any(id(part) in changed for part in inside)]
+
+    def _state(self, target: Any) -> Any:
+        if isinstance(target, nn.Module):
+            return _marks(each for each in _direct(target) if id(each) not in self._tensors)
+        if isinstance(target, Optimizer):
+            return _marks(
+                value
+                for state in target.state.values()
+                for value in (state.values() if isinstance(state, dict) else ())
+                if isinstance(value, torch.Tensor)
+            )
+        return repr(target.state_dict())
+
+
+def _direct(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)

@@ -1,0 +1,255 @@
+"""Open what a program gives to :class:`paceline.Loop`: its data, a plan, its processes and the run directory."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.data.batch import Nested
+from paceline.data.loaders.pytorch import LoaderBackend
+from paceline.data.objects.keyed import KeyedReader
+from paceline.data.objects.purity import read_again
+from paceline.data.objects.samples import Collate, Samples, take_apart
+from paceline.data.order import StepGeometry
+from paceline.distributed.collectives import leave
+from paceline.distributed.device import check_communication, choose_device, describe_machine
+from paceline.distributed.environment import Launch, read_launch
+from paceline.errors import LoopError, RunDirectoryError
+from paceline.plan import DataFacts, Plan, make
+from paceline.recipe.load import OWN_LOOP, LoadedRecipe, load_recipe
+from paceline.records.reader import read_plan_to_resume, read_recipe
+from paceline.report.html.page import report_at_the_end
+from paceline.telemetry.display import Display, choose_display
+from paceline.telemetry.trackers import check_trackers
+from paceline.trainer.run_dir_checks import has_trained
+from paceline.trainer.subject import Options, Subject
+from paceline.world import COMMAND_VARIABLE, World
+
+_SETTINGS = (
+    *("checkpoint.keep", "checkpoint.mtbf", "checkpoint.mirror", "checkpoint.mirror_patience"),
+    *("checkpoint.mirror_wait", "parallel.backend", "parallel.timeout"),
+    *("telemetry.log_every", "telemetry.trackers", "telemetry.report"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """The arguments of :class:`paceline.Loop`."""
+
+    run_dir: Path
+    data: Any
+    batch_size: int
+    epochs: float
+    seed: int
+    workers: int
+    collate: Collate | None
+    checkpoint_every: str
+    device: str
+    overrides: Mapping[str, Any]
+
+    def recipe(self) -> LoadedRecipe:
+        """Return them as a recipe.
+
+        Raises:
+            LoopError: For a setting that a program's own loop decides.
+            RecipeError: For a value that cannot be used.
+        """
+        if other := [key for key in self.overrides if key not in _SETTINGS]:
+            raise LoopError(
+                f"overrides: found {other[0]}, which your own loop decides; known are {', '.join(_SETTINGS)}.",
+                key=other[0],
+            )
+        keys = {
+            "task": OWN_LOOP,
+            "seed": self.seed,
+            "batch.global_size": self.batch_size,
+            "train.duration": f"{self.epochs} epochs",
+            "data.workers": self.workers,
+            "checkpoint.every": self.checkpoint_every,
+            "parallel.device": self.device,
+        }
+        loaded = load_recipe(None, {**keys, **self.overrides})
+        origins = {key: origin for key, origin in loaded.origins.items() if key in self.overrides}
+        return replace(loaded, name=self.run_dir.name, origins=origins)
+
+
+class Source:
+    """Samples of the program, as batches of its ``collate`` on the loop's device.
+
+    Args:
+        samples: The samples.
+        seed: The loop's seed.
+        training: Whether they are trained on.
+        workers: Loader processes.
+        device: Where the program computes.
+    """
+
+    def __init__(self, samples: Samples, *, seed: int, training: bool, workers: int, device: torch.device) -> None:
+        self.samples = samples
+        make_reader = partial(self._reader, samples, seed, training)
+        # Forked before the process has threads that hold locks.
+        pins = device.type == "cuda"
+        self.backend = LoaderBackend(samples, make_reader, workers=workers, pin_memory=pins)
+        self.reader = make_reader(None)
+
+    @staticmethod
+    def _reader(samples: Samples, seed: int, training: bool, note: Any) -> KeyedReader:
+        return KeyedReader(samples, seed=seed, training=training, divide=_whole, note=note)
+
+
+def _whole(batch: Any) -> tuple[Nested, Nested]:
+    return batch, None
+
+
+class LoopSubject(Subject):
+    """The run of a program's own loop, with its directory and processes.
+
+    Attributes:
+        given: The program's arguments.
+        source: The samples to train on.
+        impurity: Why reading a sample again gives another one, as a sentence; empty on other ranks than the first.
+    """
+
+    def __init__(self, given: Given) -> None:
+        launch, self.given, self.loaded = read_launch(os.environ), given, given.recipe()
+        super().__init__(self.loaded.recipe, launch.world)
+        samples = take_apart(given.data, "dataset", given.collate)
+        self._check_sizes(samples)
+        self.display = choose_display(sys.stderr, live=False) if self.world.is_first else Display()
+        self.options = Options(run_dir=given.run_dir, display=self.display, report=report_at_the_end)
+        self.resumes, self.impurity = False, ""
+        self.device = choose_device(self.recipe.parallel.device, self.world)
+        check_communication(self.recipe.parallel.backend, self.device)
+        check_trackers(self.recipe.telemetry.trackers)
+        self.workers = given.workers or samples.workers or 0
+        self.plan = self._planned(samples)
+        self.geometry = StepGeometry(
+            seed=self.recipe.seed,
+            samples=len(samples),
+            global_batch_size=given.batch_size,
+            logical_ranks=self.world.world_size,
+        )
+        self.source = self.open_source(samples, training=True)
+        with _recorded_command(launch):
+            self._join(launch)
+
+    def open_source(self, samples: Samples, *, training: bool) -> Source:
+        """Start reading samples; the loader processes end with the run."""
+        seed, workers = self.recipe.seed, self.workers
+        source = Source(samples, seed=seed, training=training, workers=workers, device=self.device)
+        self.callback(source.backend.close)
+        return source
+
+    def _check_sizes(self, samples: Samples) -> None:
+        size, count, ranks = self.given.batch_size, len(samples), self.world.world_size
+        if size > count:
+            raise LoopError(
+                f"batch_size={size} is above the {count} samples of the data set; give at most {count}.",
+                key="batch_size",
+                value=size,
+            )
+        last = count % size or size
+        if last < ranks:
+            raise LoopError(
+                f"batch_size={size} leaves {last} of {count} samples to an epoch's last step, and {ranks} ranks need "
+                "one each; give another batch_size.",
+                key="batch_size",
+                value=size,
+            )
+
+    def _planned(self, samples: Samples) -> Plan:
+        size, ranks = self.given.batch_size, self.world.world_size
+        facts = {"task": OWN_LOOP, "samples": type(self.given.data).__name__, "workers": self.workers}
+        plan = make(
+            self.recipe,
+            world=World(),  # the ranks' shares of a step need not be equal
+            data=DataFacts(train_samples=len(samples), evaluation_samples=0, description=facts),
+            machine=describe_machine(self.device, processes=self.world.local_world_size),
+        )
+        return replace(
+            plan,
+            world_size=ranks,
+            local_world_size=self.world.local_world_size,
+            strategy="ddp" if ranks > 1 else "single",
+            logical_ranks=ranks,
+            micro_batch_size=-(-size // ranks),
+            threads_per_process=torch.get_num_threads(),
+            precision="own",
+            reasons={},
+            unused={},
+        )
+
+    def _check_agreement(self) -> None:
+        super()._check_agreement()
+        self.plan = self.collectives.on_rank_zero(self._compared)
+
+    def _compared(self) -> Plan:
+        """On the first rank: compare with the run in the directory; returns the plan with digests of some samples."""
+        reading = read_again(self.source.reader)
+        self.impurity = reading.difference
+        contents = dict(reading.contents) or ({"all": reading.digest} if reading.digest else {})
+        if has_trained(self.directory):
+            self._check_same_call(contents)
+        return replace(self.plan, data={**self.plan.data, "contents": contents})
+
+    def _check_same_call(self, contents: Mapping[str, str]) -> None:
+        where, stored = f"'{self.directory.root}'", read_recipe(self.directory)
+        if stored.get("task") != OWN_LOOP:
+            raise RunDirectoryError(
+                f"{where} holds a run of `paceline train` (task={stored.get('task')}), not of paceline.Loop; choose "
+                "another run directory."
+            )
+        plan = read_plan_to_resume(self.directory)
+        for name, before, now in (
+            ("seed", stored.get("seed"), self.recipe.seed),
+            ("batch_size", plan["global_batch_size"], self.plan.global_batch_size),
+            ("a data set of length", plan["train_samples"], self.plan.train_samples),
+        ):
+            if before != now:
+                raise RunDirectoryError(
+                    f"the run in {where} has {name.removeprefix('a ')} {before}, and here it is {now}; give the same, "
+                    "or choose another run directory.",
+                    key=name,
+                    value=now,
+                )
+        before = plan["data"].get("contents", {})
+        if any(contents.get(each, digest) != digest for each, digest in before.items()):
+            raise RunDirectoryError(
+                f"the run in {where} started with another data set: some of its samples were not the same; give that "
+                "data set, or choose another run directory."
+            )
+
+    def _leave(self) -> None:
+        # The program may still use its replicas when the loop has ended.
+        atexit.register(leave)
+
+
+@contextmanager
+def _recorded_command(launch: Launch) -> Iterator[None]:
+    """Record the command that started this program, for ``paceline resume``; also one that a launcher was given."""
+    known = os.environ.get(COMMAND_VARIABLE)
+    if known is None:
+        os.environ[COMMAND_VARIABLE] = shlex.join(_typed(launch))
+    try:
+        yield
+    finally:
+        if known is None:
+            del os.environ[COMMAND_VARIABLE]
+
+
+def _typed(launch: Launch) -> list[str]:
+    if launch.source == "torchrun" and "TORCHELASTIC_RUN_ID" in os.environ:
+        command_line = Path(f"/proc/{os.getppid()}/cmdline")
+        if command_line.is_file():
+            return command_line.read_bytes().decode(errors="replace").split("\0")[:-1]
+    return [sys.executable, *sys.orig_argv[1:]]

@@ -1,0 +1,485 @@
+"""The turns of a program's loop: what happens before its body, after it, and when the loop ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.manifest import read_components
+from paceline.checkpoint.publish import BackgroundWriter, Cadence, Publisher, job_end_time
+from paceline.checkpoint.state import Registry
+from paceline.checkpoint.store import CheckpointStore
+from paceline.data.batch import Batch, mapped
+from paceline.data.loaders.pytorch import explain_worker_deaths
+from paceline.data.objects.keyed import seed_generators
+from paceline.data.order import evaluation_slices
+from paceline.data.random_draws import derive_seed
+from paceline.distributed.collectives import Collectives
+from paceline.distributed.strategy import ControlFlags
+from paceline.distributed.watchdog import Heartbeat
+from paceline.errors import CheckpointError, LoopError, RunDirectoryError, StoppedError, TrainingError
+from paceline.loop.kept import Kept
+from paceline.loop.opening import LoopSubject, Source
+from paceline.loop.scores import Scores, modes_restored
+from paceline.records.events import EvaluationEvent, StartEvent, Status, StepEvent, StopEvent
+from paceline.records.ledger import LedgerWriter, ledger_path
+from paceline.records.run_directory import write_json
+from paceline.telemetry.clock import build_step_clock
+from paceline.telemetry.display import RunProgress
+from paceline.telemetry.meter import PHASES
+from paceline.trainer.build import build_recorder
+from paceline.trainer.nonfinite import check_loss
+from paceline.trainer.process_settings import StopRequest, restore_random_states
+from paceline.trainer.run import SavedRun
+from paceline.trainer.saving import finish_mirroring, finish_saving, restore, save_checkpoint
+from paceline.trainer.step_stats import Progress, Window
+from paceline.trainer.train import wait_for_save, write_pages, write_summary
+from paceline.units import counted, format_count
+from paceline.version import __version__
+
+# What the body does in a step is its own affair: the clock sees only what is around it.
+_UNSEEN = frozenset({"forward", "backward", "communication", "optimizer", "ema"})
+_MOST_WAITING = 100  # turns that a save waits for accumulated gradients
+_AGREED_LATE = 1  # turns
+
+
+@dataclass(kw_only=True)
+class LoopRun(SavedRun):
+    """What is saved and recorded of a program's loop."""
+
+    kept: Kept
+
+    def models(self) -> dict[str, nn.Module]:
+        """Return the kept modules by name."""
+        return self.kept.modules()
+
+    def sync_buffers(self) -> None:
+        """Give all ranks the buffers of the first."""
+        self.collectives.broadcast_tensors(buffer for each in self.models().values() for buffer in each.buffers())
+
+    @property
+    def unmeasured(self) -> frozenset[str]:
+        """Phases that only the body could tell apart."""
+        return _UNSEEN
+
+
+class Votes:
+    """What the ranks ask for, agreed one turn late, so that none waits for it."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        several = collectives.world.world_size > 1
+        # On the host, whatever the device is: nothing has to wait for it.
+        self._group: Any = torch.distributed.new_group(backend="gloo") if several else None
+        self._cast: tuple[Any, torch.Tensor] | None = None
+
+    def agreed(self, flags: ControlFlags) -> ControlFlags:
+        """Cast this turn's flags, and return those of the turn before; with one rank, this turn's."""
+        if self._group is None:
+            return flags
+        votes = torch.tensor(flags, dtype=torch.float32)
+        previous, work = self._cast, torch.distributed.all_reduce(votes, group=self._group, async_op=True)
+        self._cast = work, votes
+        if previous is None:
+            return ControlFlags()
+        previous[0].wait()
+        return ControlFlags(*(vote > 0 for vote in previous[1].tolist()))
+
+    def finish(self) -> None:
+        """Wait for the last votes: no rank may leave before the others have read them."""
+        if self._cast is not None:
+            self._cast[0].wait()
+
+
+class Turns:
+    """The turns of the loop on this rank.
+
+    Args:
+        subject: The opened run.
+        kept: What the program gave to keep.
+
+    Attributes:
+        run: What is saved and recorded; exists once the loop has begun.
+        phase: ``before``, ``body``, ``evaluation`` or ``over``: where the program is.
+    """
+
+    run: LoopRun
+
+    def __init__(self, subject: LoopSubject, kept: Kept) -> None:
+        self.subject, self.kept, self.phase = subject, kept, "before"
+        self._batch: Batch | None = None
+        self._loss: torch.Tensor | None = None
+        self._logged: dict[str, torch.Tensor] = {}
+        self._evaluations: list[EvaluationEvent] = []
+        self._sources: dict[int, Source] = {}
+        self._wanted, self._waited = ControlFlags(), 0
+
+    def take(self) -> Iterator[tuple[int, Any]]:
+        """Yield the number of each step and its batch, and end the step when the body is through."""
+        run = self.run = self._build()
+        if self.subject.decision.completed:
+            self._load_completed()
+            return
+        with explain_worker_deaths(), run.stop:
+            try:
+                ending = self._begin()
+                slices = run.geometry.stream(run.progress.position, run.plan.total_steps, run.world)
+                batches = self.subject.source.backend.batches(slices)
+                while not ending:
+                    batch = self._next(batches)
+                    self.phase = "body"
+                    yield run.progress.step + 1, batch
+                    self.phase = "before"
+                    ending = self._end_turn(self._agreed())
+                self._finish(ending)
+            except GeneratorExit:
+                self._leave(sys._getframe(1))  # noqa: SLF001  # the program's frame, which the loop was in
+                return
+            except BaseException as error:
+                self._fail(error)
+                raise
+            finally:
+                self.phase = "over"
+        if ending == "signal":
+            raise SystemExit(StoppedError.exit_code)
+
+    # Beginning
+
+    def _build(self) -> LoopRun:
+        subject, kept = self.subject, self.kept
+        world, directory, decision = subject.world, subject.directory, subject.decision
+        ledger = LedgerWriter(ledger_path(directory.ledger, world.rank))
+        progress = Progress(begun=subject.started)
+        parameters = sum(each.numel() for module in kept.modules().values() for each in module.parameters())
+        run = LoopRun(
+            recipe=subject.recipe,
+            identity=decision.identity,
+            plan=replace(subject.plan, parameters=parameters),
+            world=world,
+            device=subject.device,
+            collectives=subject.collectives,
+            directory=directory,
+            geometry=subject.geometry,
+            progress=progress,
+            window=Window(subject.collectives, ledger, subject.device, pop_logged=self._pop_logged),
+            clock=build_step_clock(subject.device.type),
+            heartbeat=Heartbeat(),
+            recorder=build_recorder(subject, ledger, progress),
+            display=subject.display,
+            stop=StopRequest(),
+            components=Registry(),
+            writer=BackgroundWriter(),
+            publisher=_publisher(subject),
+            mirroring=subject.mirroring,
+            kept=kept,
+        )
+        run.clock.measures_under({"world_size": world.world_size, "device": run.plan.device_name})
+        for name, component in kept.components().items():
+            run.components.add(name, component)
+        for name, own in (("progress", run.progress), ("window", run.window), ("clock", run.clock)):
+            run.components.add(name, own)
+        return run
+
+    def _begin(self) -> str:
+        run, subject = self.run, self.subject
+        self.votes = Votes(run.collectives)
+        restore(run, subject.decision.choice, resumes=subject.decision.resumes)
+        plan = run.plan
+        run.recorder.write(
+            StartEvent(
+                **run.progress.here,
+                recipe=subject.loaded.name,
+                world_size=plan.world_size,
+                total_steps=plan.total_steps,
+                version=__version__,
+                details={
+                    "run": run.identity,
+                    "opening_seconds": run.progress.launch_seconds,
+                    "log_every": None if "log" in plan.moments else plan.log_every_steps,
+                },
+            )
+        )
+        if subject.impurity:
+            message = f"{subject.impurity}: after a resume, the samples are not the same as without a stop."
+            self._say("impure_data", message)
+        for notice in (*subject.loaded.notices, *subject.decision.notices):
+            run.display.message(notice)
+        run.display.start(
+            RunProgress(plan.total_steps, run.progress.step, plan.epochs, plan.sample_name),
+            title=f"{subject.loaded.name} in {run.directory.root}",
+            lines=[
+                f"{plan.device_name}, {counted(plan.world_size, 'process')}",
+                f"{format_count(plan.train_samples)} samples, {format_count(plan.total_steps)} steps",
+            ],
+        )
+        if run.world.is_first:
+            write_json(run.directory.plan, plan.to_tree())  # with the parameters, which are known now
+        self.kept.watch()
+        run.clock.start()
+        return "duration" if run.progress.position >= plan.total_steps else ""
+
+    def _load_completed(self) -> None:
+        """Load the weights of a run that has nothing left to do, for what the program does with them."""
+        run, store = self.run, CheckpointStore(self.run.directory.checkpoints)
+        self.phase = "over"
+        path = run.collectives.on_rank_zero(lambda: store.newest_complete()[0])
+        if path is not None:
+            run.components.restore(read_components(path, chunks={}))
+        run.display.message(f"the run in {run.directory.root} is complete ({format_count(run.progress.step)} steps)")
+        run.recorder.close()
+        self.subject.close()
+
+    # A turn
+
+    def _next(self, batches: Iterator[Batch]) -> Any:
+        run = self.run
+        with run.clock.span("data_wait"):
+            self._batch = next(batches)
+        with run.clock.span("h2d"):
+            batch = self.move(self._batch.inputs)
+        key = run.recipe.seed, run.progress.position + 1, run.world.rank, 0
+        seed_generators(*key, domain="training")
+        if run.device.type != "cpu":
+            torch.get_device_module(run.device).manual_seed(derive_seed(*key))
+        self.kept.begin_turn()
+        return batch
+
+    def move(self, batch: Any) -> Any:
+        """Return a batch on the device, as the program's ``collate`` made it."""
+        device = self.subject.device
+        if device.type == "cpu":
+            return batch
+        if callable(move := getattr(batch, "to", None)) and not isinstance(batch, torch.Tensor):
+            return move(device)
+        return mapped(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+    def _agreed(self) -> ControlFlags:
+        run = self.run
+        stop = run.stop.requested or run.writer.has_failed
+        stop = stop or (run.mirroring is not None and run.mirroring.has_failed)
+        is_due = run.world.is_first and not run.writer.is_busy and run.publisher.cadence.is_due()
+        return self.votes.agreed(ControlFlags(stop=stop, save=is_due))
+
+    def _end_turn(self, agreed: ControlFlags) -> str:
+        """End the step; returns why the loop ends, or an empty string."""
+        run, plan, progress = self.run, self.run.plan, self.run.progress
+        self._count()
+        run.clock.end_step(plan.step_samples(progress.position - 1))
+        run.display.advance(progress.step)
+        if run.due("log"):
+            self._write_step()
+        for evaluation in self._evaluations:
+            run.recorder.write(evaluation)
+        self._evaluations.clear()
+        # A vote that was cast before the last save asks for that one.
+        is_new = run.saved_position < 0 or progress.position - run.saved_position > _AGREED_LATE
+        saves = run.due("checkpoint") or (agreed.save and is_new)
+        self._wanted = ControlFlags(stop=self._wanted.stop or agreed.stop, save=self._wanted.save or saves)
+        is_over = progress.position >= plan.total_steps
+        if is_over or (any(self._wanted) and not self._waits()):
+            self._save()
+            return "duration" if is_over else "signal" * self._wanted.stop
+        return ""
+
+    def _count(self) -> None:
+        assert self._batch is not None
+        self.run.window.add(self._loss, self._batch)
+        self.run.window.end_step(stepped=True)
+        self.run.progress.advance(stepped=True)
+        self._batch = self._loss = None
+
+    def _waits(self) -> bool:
+        """Whether to save later, because the gradients of this turn are not applied yet."""
+        if not self.kept.has_pending_gradients():
+            return False
+        self._waited += 1
+        if self._waited == _MOST_WAITING:
+            message = f"gradients have waited {_MOST_WAITING} steps for their optimizer; a resumed run loses them."
+            self._say("pending_gradients", message)
+        return self._waited < _MOST_WAITING
+
+    def _save(self) -> None:
+        run = self.run
+        if changed := self.kept.take_unkept():
+            message = f"changed, but not kept, so that a resumed run loses it: {', '.join(changed)}"
+            self._say("unkept", f"{message}; give it to loop.prepare or loop.keep.")
+        save_checkpoint(run)
+        self._wanted = self._wanted._replace(save=False)
+        self._waited = 0
+        self.kept.stop_following()
+
+    def _say(self, incident: str, message: str) -> None:
+        self.run.recorder.incident(incident, message)
+
+    # Records
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Record numbers of this step; the caller has checked their names."""
+        for name, given in values.items():
+            value = torch.as_tensor(given).detach()
+            if value.numel() != 1:
+                raise LoopError(
+                    f"log({name}=…) takes one number, found a tensor of shape {list(value.shape)}; log its mean.",
+                    key=name,
+                )
+            if name == "loss":
+                self._loss = value.reshape(()).float()
+            else:
+                self._logged[name] = value.reshape(())
+
+    def _pop_logged(self) -> dict[str, torch.Tensor]:
+        logged, self._logged = self._logged, {}
+        return logged
+
+    def _write_step(self) -> None:
+        run, plan, progress = self.run, self.run.plan, self.run.progress
+        with run.clock.span("logging"):
+            run.collectives.on_rank_zero(partial(run.directory.check_in_place, before_saving=False))
+            timings = run.clock.drain()
+            totals = run.window.drain()
+            norm = totals.logged.pop("grad_norm", None)
+            rates = [each.param_groups[0]["lr"] for each in self.kept.optimizers]
+            run.recorder.write(
+                StepEvent(
+                    **progress.here,
+                    epoch=plan.epoch_of(progress.position - 1) + 1,
+                    samples=plan.samples_before(progress.position),
+                    loss=totals.loss,
+                    lr=float(rates[0]) if rates else 0.0,
+                    grad_norm=norm,
+                    timings={**timings, **{f"{phase}_seconds": None for phase in _UNSEEN & {*PHASES}}},
+                    metrics=totals.logged,
+                )
+            )
+            if run.mirroring is not None:
+                run.mirroring.report(run.recorder)
+            run.recorder.flush()
+        check_loss(totals.loss, run.recorder, run.last_good)
+
+    @contextlib.contextmanager
+    def evaluate(self, source: Source, name: str) -> Iterator[Scores]:
+        """Score held-out samples; the record follows that of the step."""
+        run, samples, started = self.run, len(source.samples), time.perf_counter()
+        modules, position = self.kept.modules(), run.progress.position + 1
+        self.phase = "evaluation"
+        try:
+            with run.clock.paused(), restore_random_states(run.device.type):
+                run.sync_buffers()
+                scores = Scores(
+                    batches=source.backend.batches(evaluation_slices(samples, run.plan.global_batch_size, run.world)),
+                    samples=samples,
+                    device=run.device,
+                    collectives=run.collectives,
+                    move=self.move,
+                )
+                with modes_restored(modules, self.kept.replicas):
+                    yield scores
+                scores.finish()
+        finally:
+            self.phase = "body"
+        self._evaluations.append(
+            EvaluationEvent(
+                step=run.progress.step + 1,
+                position=position,
+                epoch=run.plan.epoch_of(position - 1) + 1,
+                split=name,
+                weights="model",
+                samples=samples,
+                seconds=time.perf_counter() - started,
+                metrics=scores.results,
+            )
+        )
+        prefix = "" if name == "validation" else f"{name}_"
+        last = run.progress.last.get("model", {})
+        run.progress.last = {"model": last | {f"{prefix}{key}": value for key, value in scores.results.items()}}
+
+    # Ending
+
+    def _finish(self, ending: str) -> None:
+        run = self.run
+        status: Status = "completed" if ending == "duration" else "stopped"
+        try:
+            finish_saving(run)
+            finish_mirroring(run)
+            if status == "stopped":
+                reason = run.stop.signal_name or "another process was asked"
+                run.recorder.write(StopEvent(**run.progress.here, reason="break" if ending == "break" else reason))
+            self.votes.finish()
+            run.recorder.flush(durable=True)
+            run.collectives.on_rank_zero(run.directory.check_in_place)
+            run.collectives.barrier()
+            run.collectives.on_rank_zero(lambda: write_summary(run, status, ending, {"model": self.kept.sha256()}))
+        except (RunDirectoryError, CheckpointError) as error:
+            # What was asked for was right, and then the disk failed.
+            raise TrainingError(str(error)) from error
+        run.writer.close()
+        run.clock.close()
+        run.recorder.close()
+        write_pages(run, self.subject.options.report)
+        run.display.message(f"{status} after {format_count(run.progress.step)} steps in {run.directory.root}")
+        run.display.close()
+        self.subject.close()
+
+    def _leave(self, frame: FrameType | None) -> None:
+        """End a loop that the body left: with ``break`` or ``return`` after this step, or with an error."""
+        run, step = self.run, self.run.progress.step + 1
+        if not _left_on_purpose(frame):
+            self._fail(TrainingError(f"the body of the loop raised an error in step {step}"))
+            return
+        try:
+            said = "that step does not count, since no optimizer has taken one"
+            if self.kept.may_have_changed:
+                said = "that step counts"
+                self._count()
+            message = f"the body left the loop in step {step} with break or return: {said}; run it again to go on."
+            self._say("left_loop", message)
+            if run.progress.position:
+                self._save()
+            self._finish("break")
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        run = self.run
+        wait_for_save(run, error, self.subject.lock)
+        with contextlib.suppress(Exception):  # the error under way matters more
+            if run.world.is_first:
+                run.recorder.flush()
+                sha256 = {"model": self.kept.sha256()}
+                write_summary(run, "failed", "error", sha256, message=f"{type(error).__name__}: {error}")
+        with contextlib.suppress(Exception):
+            run.recorder.close()
+        write_pages(run, self.subject.options.report)
+        run.display.close()
+        self.subject.__exit__(type(error), error, error.__traceback__)
+
+
+def _left_on_purpose(frame: FrameType | None) -> bool:
+    """Whether a frame is at a ``break`` or ``return``, which drops the loop's iterator; not at a call that failed."""
+    name = "" if frame is None or frame.f_lasti < 0 else dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    return name in ("POP_TOP", "POP_ITER")
+
+
+def _publisher(subject: LoopSubject) -> Publisher:
+    directory, recipe = subject.directory, subject.recipe
+    return Publisher(
+        store=CheckpointStore(directory.checkpoints),
+        directory=directory,
+        recipe=recipe,
+        facts={"version": __version__, "run": subject.decision.identity},
+        file_metadata={"paceline": "1"},
+        cadence=Cadence(recipe.checkpoint, end_time=job_end_time(os.environ)),
+        patience_seconds=recipe.parallel.timeout.seconds,
+        subscribers=[] if subject.mirroring is None else [subject.mirroring],
+    )
