@@ -7,6 +7,7 @@ from typing import Any, Literal
 from paceline.functions import CommandResult as CommandResult
 from paceline.fitting import FitResult as FitResult
 from paceline.tasks.image_classification import ImageClassification as ImageClassification
+from paceline.loop.loop import Loop as Loop
 from paceline.errors import PacelineError as PacelineError
 from paceline.recipe.schema import Recipe as Recipe
 from paceline.tasks.task import Task as Task
@@ -19,6 +20,7 @@ __all__ = [
     "CommandResult",
     "FitResult",
     "ImageClassification",
+    "Loop",
     "PacelineError",
     "Recipe",
     "Task",

@@ -30,7 +30,7 @@ def test_a_killed_program_resumes_exactly(tmp_path: Path, host: str, processes: 
     assert found.pop("resumed_at") in ((14, 21) if host == "plain" else (21,))
     assert found == {"repeated": 0, "never_seen": 0, "order_equal": True, "weights_equal": True}
     if host == "plain":
-        from paceline.report.audit import audit_run
+        from paceline.reports.audit import audit_run
 
         audit = audit_run(tmp_path / "killed" / "ledger")
         assert (audit.passed, audit.steps) == (True, resume_of_hosts.STEPS)

@@ -14,7 +14,7 @@ from golden_sentences import check_sentence
 from paceline.errors import CheckpointError, DataError, PacelineError, RunDirectoryError
 from paceline.ledger import Ledger
 from paceline.order import BatchOrder
-from paceline.report.audit import audit_run
+from paceline.reports.audit import audit_run
 
 
 def alone(folder: Path, samples: int = 12, **more: Any) -> Ledger:

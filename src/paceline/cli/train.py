@@ -425,6 +425,9 @@ class Resume:
 
     def stream(self, *, as_json: bool) -> int:
         """Continue training in the run's directory."""
+        directory = existing_run(self.run.absolute())
+        if read_recipe(directory).get("task") == OWN_LOOP:
+            return self._run_program(directory, as_json)
         with self.continued() as train:
             return train.stream(as_json=as_json)
 
@@ -432,8 +435,6 @@ class Resume:
     def continued(self) -> Iterator[Train]:
         """Context in the folder that the run was started in; gives the command that continues it."""
         directory, processes = existing_run(self.run.absolute()), self.processes
-        if read_recipe(directory).get("task") == OWN_LOOP:
-            return self._run_program(directory, as_json)
         overrides = (*beyond_until(directory), *self.overrides)
         max_restarts = self.max_restarts
         loaded = load_recipe(directory.root, overrides)  # code that it names is imported only with --trust-code
