@@ -20,7 +20,7 @@ from paceline.optim.own import own_optimizer
 from paceline.recipe.load import Overrides, load_recipe
 from paceline.references import trusting_code
 from paceline.tasks.objects import Fit, Objects, gather
-from paceline.trainer.train import TrainResult
+from paceline.trainer.result import TrainResult
 from paceline.training import train
 
 _LR = 1e-3
