@@ -97,7 +97,8 @@ class Checkpoints:
                     f"Rank 0 saves {', '.join(found[0][1])} and rank {rank} {', '.join(names)}: give the same parts on "
                     "every rank."
                 )
-        # On every rank: a ledger, for example, is flushed by this.
+        # On every rank: a ledger, for example, is flushed by this. It relies on the previous checkpoint being whole.
+        collectives.on_rank_zero(self.wait)
         states = collectives.on_all_ranks(lambda: _states(parts))
         collectives.on_rank_zero(partial(self._begin_save, step, states, sorted(parts.keys() - _stateful(parts))))
 
@@ -147,7 +148,6 @@ class Checkpoints:
         return path
 
     def _begin_save(self, step: int, states: Mapping[str, State], values: list[str]) -> None:
-        self._writer.wait()
         RunDirectory(self._store.directory).create()
         copies = {name: self._copies.take(name, state) for name, state in states.items()}
         self._copies.finish()

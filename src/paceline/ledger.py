@@ -73,7 +73,7 @@ class Ledger:
         self._path = ledger_path(self._folder, self._world.rank)
         self._step = 0
         self._writer: LedgerWriter | None = None  # until the first record
-        self._is_placed = False
+        self._is_placed = self._is_asked = False
 
     def add(self, step: int, ids: Tensor | np.ndarray[Any, Any] | Sequence[int]) -> None:
         """Record samples that a step used; may be called several times a step.
@@ -113,9 +113,9 @@ class Ledger:
         """Return the last step, once all records are on the disk."""
         if self._writer is not None:
             self._writer.flush(durable=True)
-        if self._world.is_first and not self._facts.is_saved:
-            self._facts = replace(self._facts, is_saved=True)
-            self._facts.write(self._folder)
+        if self._is_asked:
+            self._mark_saved()
+        self._is_asked = True  # the checkpoint that this is for may not become whole
         return {"step": self._step}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -133,12 +133,19 @@ class Ledger:
         self.close()
         self._cut(state["step"])
         self._step, self._is_placed = state["step"], True
+        if self._step:
+            self._mark_saved()
 
     def close(self) -> None:
         """Write everything to the disk; a later :meth:`add` continues."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+    def _mark_saved(self) -> None:
+        if self._world.is_first and not self._facts.is_saved:
+            self._facts = replace(self._facts, is_saved=True)
+            self._facts.write(self._folder)
 
     def _open(self, step: int) -> LedgerWriter:
         if not self._is_placed:

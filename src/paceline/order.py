@@ -31,7 +31,8 @@ class BatchOrder(BatchSampler):
     without one repeat a sample of that batch; ``drop_last=True`` leaves incomplete batches out.
 
     Libraries that share batches among ranks themselves (``accelerator.prepare(loader)``, Fabric without
-    ``use_distributed_sampler=False``) would share them twice. With several ranks this is refused.
+    ``use_distributed_sampler=False``) would share them twice. With several ranks this is refused, but for Accelerate's
+    ``dispatch_batches``, which cannot be used with it.
 
     Args:
         samples: Number of samples in the data set.
@@ -70,10 +71,11 @@ class BatchOrder(BatchSampler):
         world_size: int | None = None,
         drop_last: bool = False,
     ) -> None:
+        self._given = rank, world_size
         self._world = current_world(rank, world_size)
         self.rank, self.world_size = self._world.rank, self._world.world_size
-        self.samples, self.seed, self.drop_last = samples, seed, drop_last
-        self._batch_size, self.step = batch_size, 0
+        self.samples, self.seed, self.drop_last = int(samples), int(seed), drop_last
+        self._batch_size, self.step = int(batch_size), 0
         if samples < 1:
             raise DataError(f"samples={samples}, but an order needs at least 1: give the length of the data set.")
         if batch_size < self.world_size:
@@ -90,7 +92,7 @@ class BatchOrder(BatchSampler):
         if self.world_size == 1:
             self.batch_size = batch_size  # for libraries that share batches among ranks
         self._geometry = StepGeometry(
-            seed=seed, samples=samples, global_batch_size=batch_size, logical_ranks=self.world_size
+            seed=self.seed, samples=self.samples, global_batch_size=self._batch_size, logical_ranks=self.world_size
         )
         self._expect_from(0)
 
@@ -111,8 +113,14 @@ class BatchOrder(BatchSampler):
         """Yield this rank's sample ids of each batch from ``step`` to the end of its epoch.
 
         Raises:
-            DataError: If the epoch was already read to its end, and neither ``step`` nor :meth:`set_epoch` moved on.
+            DataError: If the epoch was already read to its end, and neither ``step`` nor :meth:`set_epoch` moved on; or
+                if the ranks have formed a group since the order was made.
         """
+        if (world := current_world(*self._given)) != self._world:
+            raise DataError(
+                f"BatchOrder was made for {self.world_size} rank(s), but there are {world.world_size} now: make it "
+                "after the process group is formed."
+            )
         if self.step == self._begin and self._begin % len(self) + self._read == len(self):
             raise DataError(
                 f"Epoch {self.epoch} was read to its end and would be repeated: count each batch with order.step += 1, "

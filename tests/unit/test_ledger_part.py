@@ -81,7 +81,9 @@ def test_steps_that_are_repeated_after_a_kill_count_once(tmp_path: Path, world_s
 
 
 def test_a_start_that_was_killed_before_its_first_checkpoint_is_repeated(tmp_path: Path) -> None:
-    alone(tmp_path).add(1, [1, 2])
+    killed = alone(tmp_path)
+    killed.add(1, [1, 2])
+    killed.state_dict()  # of a checkpoint that was not finished
     ledger = alone(tmp_path)
     ledger.add(1, [3, 4])
     assert [each.used for each in audit_run(tmp_path).epochs] == [2]
@@ -90,7 +92,7 @@ def test_a_start_that_was_killed_before_its_first_checkpoint_is_repeated(tmp_pat
 def test_a_second_start_without_the_checkpoint_is_refused(tmp_path: Path) -> None:
     ledger = alone(tmp_path / "ledger")
     ledger.add(1, [1, 2])
-    assert ledger.state_dict() == {"step": 1}
+    assert ledger.state_dict() == ledger.state_dict() == {"step": 1}  # so the first checkpoint was whole
     with pytest.raises(RunDirectoryError) as caught:
         alone(tmp_path / "ledger").add(1, [3, 4])
     check_sentence(caught.value)

@@ -163,6 +163,15 @@ def test_rank_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     assert BatchOrder(12, 4, seed=1).world_size == 1
 
 
+def test_an_order_made_before_the_ranks_were_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = BatchOrder(12, 4, seed=1)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(DataError) as caught:
+        list(order)
+    check_sentence(caught.value)
+
+
 @pytest.mark.everyday
 def test_small_parts_import_little() -> None:
     heavy = ["timm", "torchvision", "plotly", "sklearn", "pydantic", "paceline.recipe", "paceline.trainer"]

@@ -26,7 +26,7 @@ class OwnLedger:
     Attributes:
         samples: Samples of the data set.
         dropped: Samples that each epoch leaves out.
-        is_saved: Whether the ledger was ever part of a checkpoint; from then on it never starts over by itself.
+        is_saved: Whether a checkpoint with the ledger was ever whole; from then on it never starts over by itself.
     """
 
     samples: int
