@@ -1,4 +1,4 @@
-"""Loops as people write them, run as programs and killed at random steps: the weights are those of an undisturbed run."""
+"""Loops as people write them, killed at random steps: the weights are those of an undisturbed run."""
 
 from __future__ import annotations
 

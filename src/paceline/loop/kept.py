@@ -44,7 +44,6 @@ class Kept:
         self._others: list[Any] = []
         self.replicas: list[Replica] = []
         self._stepped: set[int] = set()
-        self._follows_gradients = False
         self._applied: dict[int, _Marks] = {}
         self._unseen: _Unseen | None = None
 
@@ -130,26 +129,14 @@ class Kept:
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepped.add(id(optimizer))
-        if self._follows_gradients:
-            self._applied[id(optimizer)] = _marks(_gradients(optimizer))
+        # An optimizer leaves the gradients that it has used where they are, until they are set to zero.
+        self._applied[id(optimizer)] = _marks(_gradients(optimizer))
 
     def has_pending_gradients(self) -> bool:
-        """Whether some gradient was computed after its optimizer's last step, so that a save must wait.
-
-        Gradients that an optimizer has used stay where they are until they are set to zero: to tell them from new ones,
-        steps are followed from the first call on.
-        """
-        self._follows_gradients = True
+        """Whether some gradient was computed after its optimizer's last step, so that a save must wait."""
         return any(map(self._is_pending, self.optimizers))
 
-    def stop_following(self) -> None:
-        """Follow gradients no longer: the state was saved."""
-        self._follows_gradients = False
-        self._applied.clear()
-
     def _is_pending(self, optimizer: Optimizer) -> bool:
-        if id(optimizer) in self._stepped:
-            return False
         gradients = list(_gradients(optimizer))
         is_used = self._applied.get(id(optimizer)) == _marks(gradients)
         return not is_used and any(bool(each.any()) for each in gradients)

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -123,6 +123,13 @@ class LoopSubject(Subject):
     def __init__(self, given: Given) -> None:
         launch, self.given, self.loaded = read_launch(os.environ), given, given.recipe()
         super().__init__(self.loaded.recipe, launch.world)
+        with ExitStack() as undo:
+            undo.push(self)
+            self._open(launch)
+            undo.pop_all()
+
+    def _open(self, launch: Launch) -> None:
+        given = self.given
         samples = take_apart(given.data, "dataset", given.collate)
         self._check_sizes(samples)
         self.display = choose_display(sys.stderr, live=False) if self.world.is_first else Display()

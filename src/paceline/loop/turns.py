@@ -311,12 +311,11 @@ class Turns:
     def _save(self) -> None:
         run = self.run
         if changed := self.kept.take_unkept():
-            message = f"changed, but not kept, so that a resumed run loses it: {', '.join(changed)}"
+            message = f"{', '.join(changed)} changed, but is not kept, so that a resumed run loses the change"
             self._say("unkept", f"{message}; give it to loop.prepare or loop.keep.")
         save_checkpoint(run)
         self._wanted = self._wanted._replace(save=False)
         self._waited = 0
-        self.kept.stop_following()
 
     def _say(self, incident: str, message: str) -> None:
         self.run.recorder.incident(incident, message)

@@ -211,7 +211,8 @@ class IncidentEvent(Event):
             ``foreign_ledger``, ``missing_records``, ``damaged_output``, ``nonfinite_loss``, ``nonfinite_gradient``,
             ``nonfinite_weights``, ``nonfinite_metric``, ``diverged``, ``slow_rank``, ``restart``, ``recompile``,
             ``slow_compile``, ``profile``, ``linear_lr_rule``, ``not_kept``, ``tracker``, ``mirror``, ``mirror_back``,
-            ``mirror_retries``, ``mirror_behind``.
+            ``mirror_retries``, ``mirror_behind``; of :class:`paceline.Loop` ``impure_data``, ``unkept``,
+            ``pending_gradients``, ``left_loop``.
         message: One sentence for a person.
     """
 

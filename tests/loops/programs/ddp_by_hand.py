@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -13,7 +12,7 @@ points = torch.randn(160, 4)
 dataset = TensorDataset(points, points.sum(1, keepdim=True))
 loop = paceline.Loop("run", dataset, batch_size=24, epochs=4, checkpoint_every="3 steps")
 network = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
-model = loop.prepare(DistributedDataParallel(network))
+model = loop.prepare(network)
 optimizer = loop.keep(torch.optim.AdamW(model.parameters(), 1e-2))
 for step, (inputs, targets) in loop:
     loss = F.mse_loss(model(inputs), targets)
