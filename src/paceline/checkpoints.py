@@ -102,8 +102,8 @@ class Checkpoints:
         states = collectives.on_all_ranks(lambda: _states(parts))
         collectives.on_rank_zero(partial(self._begin_save, step, states, sorted(parts.keys() - _stateful(parts))))
 
-    def load(self, **parts: Any) -> int:
-        """Load the newest checkpoint that verifies, and return its step; 0 if there is none.
+    def load(self, **parts: Any) -> int | None:
+        """Load the newest checkpoint that verifies, and return its step; None if there is none.
 
         No part is changed unless all fit.
 
@@ -121,9 +121,9 @@ class Checkpoints:
         plain = {name: part for name, part in parts.items() if part is not None and name not in _stateful(parts)}
         if path is None:
             self.values = plain
-            return 0
+            return None
         self.values = collectives.on_all_ranks(lambda: _restore(path, parts, plain))
-        return step_of(path) or 0
+        return step_of(path)
 
     def wait(self) -> None:
         """Wait until the last save is on the disk; call this at the end of the training.

@@ -66,7 +66,7 @@ class BatchOrder(BatchSampler):
         samples: int,
         batch_size: int,
         *,
-        seed: int,
+        seed: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
         drop_last: bool = False,
