@@ -19,7 +19,7 @@ from paceline.distributed.strategy import Replicas
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.build import Clipping, build_optimizer
 from paceline.plan import Plan
-from paceline.plan.strategy import exact_gradient_count
+from paceline.plan.strategy import exact_gradient_count, optimizer_state_numbers
 from paceline.records.events import MeasurementEvent
 from paceline.telemetry.memory import peak_memory_bytes
 from paceline.trainer.evaluate import evaluation_mode
@@ -335,9 +335,8 @@ class _Costs:
         run, on_cpu = self.probe.run, self.probe.run.device.type == "cpu"
         parameters = sum(each.nbytes for each in run.network.parameters())
         if parameters > (_MAX_COPIED_BYTES if on_cpu else _MAX_COPIED_BYTES_CUDA):
-            # Its step is short compared with its passes.
-            defaults = run.optimizer.defaults
-            state = parameters * (2 if "betas" in defaults else 1 if defaults.get("momentum") else 0)
+            # Its step is short compared with its passes; its state is what the plan assumes.
+            state = parameters * optimizer_state_numbers(run.recipe.optimizer)
         else:
             state = self._time_copied_step()
         weights = sum(each.nbytes for model in run.models().values() for each in tensors_in(dict(model.state_dict())))

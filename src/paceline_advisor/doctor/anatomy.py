@@ -18,7 +18,6 @@ from torch.nn.modules.conv import _ConvNd
 from paceline.data.batch import Batch, tensors_in
 from paceline.models.flops import StepWork, WorkCounter
 from paceline_advisor.doctor.findings import Place
-from paceline_advisor.formulas.roofline import intensity
 
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
 """Bytes of a number as matrix products read it, by precision."""
@@ -64,7 +63,7 @@ class Layer:
     def intensity(self, samples: int, bytes_each: int) -> float:
         """Return FLOPs per byte that must be read or written in a forward pass of a batch, with weights read once."""
         values_moved = (self.read + self.written) * samples * self.calls + self.weights
-        return intensity(self.flops * samples, values_moved * bytes_each)
+        return self.flops * samples / (values_moved * bytes_each)
 
 
 def class_places(network: nn.Module, names: Iterable[str]) -> tuple[Place, ...]:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import wraps
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
-from paceline.devices import Device, find_device, recognise
-from paceline.distributed.device import choose_device, describe_machine
+from paceline.devices import Device
 from paceline.errors import RecipeError
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
-from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.world import World
 from paceline_advisor.doctor.anatomy import Anatomy, Layer
 from paceline_advisor.doctor.behaviour import Calls, Loader
 from paceline_advisor.doctor.findings import TUNING, Advice, Finding, Keeps, Place, Severity
-from paceline_advisor.memory.job import Job, allocator_settings
-from paceline_advisor.memory.trace import trace_steps, without_collection
+from paceline_advisor.memory.job import machine_for, predicted
 
 # Divisors of sizes that matrix units require, and that give the best tiles on an A100 and later.
 _UNITS = {"tf32": (4, 32), "fp16": (8, 64), "bf16": (8, 64), "fp8": (16, 128)}
@@ -84,17 +79,13 @@ def choose_target(name: str | None, recipe: Recipe, *, processes: int = 1) -> Ta
     Raises:
         RecipeError: If the name is unknown, or the recipe's device is not here.
     """
-    if name is None:
-        device_found = choose_device(recipe.parallel.device, World())
-        known = recognise(torch.cuda.get_device_name(device_found)) if device_found.type == "cuda" else None
-        return Target(machine=describe_machine(device_found, processes=processes), device=known)
-    if name.lower() == "cpu":
-        return Target(machine=describe_machine(torch.device("cpu"), processes=processes))
     try:
-        device = find_device(name)
+        machine, device = machine_for(name, recipe, processes)
     except RecipeError as error:
+        if name is None:
+            raise
         raise RecipeError(f"{error} Or cpu, for this machine's processor.") from None
-    return Target(machine=machine_with(device, processes=processes), device=device, is_here=False)
+    return Target(machine=machine, device=device, is_here=name is None or device is None)
 
 
 _OVER_THE_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -127,11 +118,8 @@ def memory_shortage(recipe: Recipe, target: Target, world: World) -> MemoryShort
         return None
     # Include evaluation, unless custom code cannot run it on fake tensors.
     for scores in (True, False):
-        fake = fake_step(recipe, machine=machine, processes=world.world_size, scores=scores)
         # Whatever custom code raises, other checks report it.
-        with contextlib.suppress(Exception), without_collection(), fake as step:
-            allocator, _ = allocator_settings(os.environ)
-            job = Job(step, trace_steps(step), machine, shards=max(2, world.world_size), allocator=allocator)
+        with contextlib.suppress(Exception), predicted(recipe, machine, world.world_size, scores=scores) as job:
             if job.fits(job.plan.micro_batch_size, memory):
                 return None
             largest = job.largest(memory, roughly=True)
@@ -139,7 +127,7 @@ def memory_shortage(recipe: Recipe, target: Target, world: World) -> MemoryShort
                 memory=memory,
                 largest=largest,
                 divisor=job.divisor(largest),
-                normalises=any(isinstance(each, _OVER_THE_BATCH) for each in step.network.modules()),
+                normalises=any(isinstance(each, _OVER_THE_BATCH) for each in job.step.network.modules()),
             )
     return None
 

@@ -216,7 +216,8 @@ def modules() -> list[ModuleType]:
 @cache
 def published() -> tuple[Formula, ...]:
     """Return the formulas of the tables. A value may use the functions of ``math`` and all other formulas."""
-    space = {**vars(math), "Sequence": Sequence, **{name: each for m in modules() for name, each in vars(m).items()}}
+    words = {"Literal": Literal, "Sequence": Sequence}
+    space = {**vars(math), **words, **{name: each for m in modules() for name, each in vars(m).items()}}
     found, topic = [], ""
     text = resources.files(paceline_advisor.formulas).joinpath("published.md").read_text(encoding="utf-8")
     for line in text.splitlines():

@@ -6,15 +6,11 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
-
-import torch
 
 from paceline.cli.options import choose_processes
 from paceline.command import Log
-from paceline.devices import DEVICES, find_device
-from paceline.distributed.device import choose_device, describe_machine
+from paceline.devices import DEVICES
 from paceline.errors import PacelineError, RecipeError
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
@@ -24,15 +20,14 @@ from paceline.plan.strategy import choose_automatically as weighed
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_batch import with_placeholder_data
-from paceline.trainer.fake_step import fake_step, machine_with
+from paceline.trainer.fake_step import FakeStep
 from paceline.units import format_bytes, format_count
-from paceline.world import World
 from paceline_advisor.commands import Estimate
 from paceline_advisor.memory.allocator import Settings
-from paceline_advisor.memory.job import MOST, Job, allocator_settings
+from paceline_advisor.memory.job import MOST, Job, allocator_settings, machine_for, predicted
 from paceline_advisor.memory.kernels import unknown_kernels
 from paceline_advisor.memory.replay import Peak, peak_of
-from paceline_advisor.memory.trace import EVALUATION, Steps, trace_step, trace_steps, without_collection
+from paceline_advisor.memory.trace import EVALUATION, Steps, trace_step, trace_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +65,22 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, cur
         current: Bytes that the device must have without changes.
     """
     for change, changed in _changes(recipe, job.plan.precision, machine):
+        same = {"shards": job.shards, "allocator": job.allocator}
         try:
-            with fake_step(changed, processes=processes, machine=machine, scores=True) as step:
-                # A single sample is not run: a network may behave differently with it, or refuse it.
-                steps = trace_steps(step) if step.micro_batch == 1 else cache(lambda _, step=step: trace_step(step))
-                changed_job = Job(step, steps, machine, shards=job.shards, allocator=job.allocator)
-                needed = changed_job.least(step.micro_batch, machine.memory_bytes)
+            with predicted(changed, machine, processes, **same, trace=_only_its_own) as changed_job:
+                needed = changed_job.least(changed_job.step.micro_batch, machine.memory_bytes)
         except PacelineError as error:
             yield Saving(change=change, needed=None, why_not=str(error))
             continue
         yield Saving(change=change, needed=needed, saved=current - needed)
+
+
+def _only_its_own(step: FakeStep) -> Steps:
+    """Run a step at its own size; a single sample is not run, as a network may behave differently with it."""
+    if step.micro_batch == 1:
+        return trace_steps(step)
+    trace = trace_step(step)
+    return Steps(trace, trace, lambda _: trace)
 
 
 def _changes(recipe: Recipe, precision: str, machine: MachineFacts) -> Iterator[tuple[str, Recipe]]:
@@ -403,23 +404,18 @@ def estimate_memory(
     """
     start_time = time.perf_counter()
     recipe, assumed = with_placeholder_data(loaded.recipe)
-    machine = _machine(device, processes, recipe)
+    machine, _ = machine_for(device, recipe, processes)
     shards = processes if processes > 1 else SUPPOSED
     memory = machine.memory_bytes
     allocator, ignored = allocator_settings(os.environ if machine.device == "cuda" else {}, expandable=expandable)
-    with (
-        without_collection(),
-        fake_step(recipe, processes=processes, machine=machine, scores=True) as step,
-    ):
-        steps = trace_steps(step)
-        job = Job(step, steps, machine, shards=shards, allocator=allocator)
-        largest, verified = (None, None) if memory is None else _largest(job, steps, memory)
+    with predicted(recipe, machine, processes, shards=shards, allocator=allocator) as job:
+        steps, current = job.steps, job.plan.micro_batch_size
+        largest, verified = (None, None) if memory is None else _largest(job, memory)
         # Inside: a network whose memory is not linear in the batch size is run at each of these sizes.
-        current = job.plan.micro_batch_size
         # Sizes around the requested one, each twice the previous.
         sizes = sorted({max(1, current * 2**power // 2**_HALVINGS) for power in range(_HALVINGS + _DOUBLINGS + 1)})
         sizes = [each for each in sizes if each == current or not steps.refuses(each)]
-        kernels = unknown_kernels(step.network) if machine.device == "cpu" else ""
+        kernels = unknown_kernels(job.step.network) if machine.device == "cpu" else ""
         least = job.least(current, memory)
         sharded: tuple[Saving, ...] = ()
         # If samples are processed one by one, sharded weights would be gathered for each of them.
@@ -455,31 +451,21 @@ def estimate_memory(
             devices=tuple(_fits(job, machine, largest)) if machine.device == "cuda" else (),
             savings=sharded,
             verdict=weigh(job, memory, shards),
-            notices=tuple(each for each in (assumed, *ignored, kernels, *_notices(job, steps)) if each),
+            notices=tuple(each for each in (assumed, *ignored, kernels, *_notices(job)) if each),
             seconds=0.0,
         )
-    with without_collection():
-        others = tuple(savings(recipe, machine, processes, job, found.least))
+    others = savings(recipe, machine, processes, job, found.least)
     return replace(found, savings=(*found.savings, *others), seconds=time.perf_counter() - start_time)
 
 
-def _machine(device: str | None, processes: int, recipe: Recipe) -> MachineFacts:
-    world = World(world_size=processes, local_world_size=processes)
-    if device is None:
-        return describe_machine(choose_device(recipe.parallel.device, world), processes=processes)
-    if device.lower() == "cpu":
-        return describe_machine(torch.device("cpu"), processes=processes)
-    return machine_with(find_device(device), processes=processes)
-
-
-def _largest(job: Job, steps: Steps, memory: int) -> tuple[int, float | None]:
+def _largest(job: Job, memory: int) -> tuple[int, float | None]:
     """Return the largest micro-batch that fits, checked by running its step.
 
     Returns:
         The size in samples, and the ratio of the peak bytes of the first step that was run to their extrapolation; None
         instead of the ratio if no step was run.
     """
-    tried = job.largest(memory)
+    steps, tried = job.steps, job.largest(memory)
     if not tried:
         return 0, None
     computed = peak_of(steps(tried), caching=False).allocated
@@ -511,8 +497,8 @@ def _fits(job: Job, machine: MachineFacts, largest: int | None) -> Iterator[Fit]
         yield Fit(device=device.name, memory=device.memory_bytes, largest=most)
 
 
-def _notices(job: Job, steps: Steps) -> Iterator[str]:
-    plan = job.plan
+def _notices(job: Job) -> Iterator[str]:
+    plan, steps = job.plan, job.steps
     if steps.is_scaled:
         yield (
             "detections are assumed: the maximum of proposals and objects that its settings allow, also for the loss"

@@ -8,7 +8,6 @@ the next one starts from scratch.
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,14 +15,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paceline.cli.options import choose_processes
 from paceline.command import Log
-from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import ModelError, RunDirectoryError, TrainingError
 from paceline.machine import memory_limit
 from paceline.pages.shown import Shown
+from paceline.plan import MachineFacts
 from paceline.plan.batching import micro_batch_size, with_valid_ghost_size
 from paceline.plan.compute import resolve_evaluation_batch
 from paceline.recipe.data import Progressive
@@ -36,15 +33,12 @@ from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.memory import peak_private_of
 from paceline.trainer.fake_batch import with_placeholder_data
-from paceline.trainer.fake_step import fake_step
 from paceline.units import Duration, format_bytes, format_count, format_seconds
-from paceline.world import World
 from paceline_advisor.apply import write_new
 from paceline_advisor.commands import FindBatch
 from paceline_advisor.launches import Launch, check_alone, said
 from paceline_advisor.memory.batch_trial import REFERENCE, TrialConfig
-from paceline_advisor.memory.job import Job, allocator_settings
-from paceline_advisor.memory.trace import trace_steps, without_collection
+from paceline_advisor.memory.job import Job, machine_for, predicted
 
 # The first step creates the optimizer's state, and the second has it.
 _STEPS = 2
@@ -333,17 +327,17 @@ def find_batch(options: FindBatch, log: Log) -> FoundBatch:
         log(assumed)
     if recipe.model.compile:
         log("model.compile=true: tried uncompiled, because every size would be compiled again")
-    device = choose_device(recipe.parallel.device, World(world_size=processes, local_world_size=processes))
-    if device.type == "cpu" and memory is None:
+    machine, _ = machine_for(None, recipe, processes)
+    if machine.device == "cpu" and memory is None:
         memory = _available(processes)
     # The samples of a process in a step, which micro-batches must divide.
     parallel = replace(recipe.parallel, logical_ranks="auto", exact=False)
     share = micro_batch_size(
         replace(recipe, parallel=parallel, batch=replace(recipe.batch, micro_size="auto")), processes
     )
-    job, why_not = _job(recipe, device, processes)
+    job, why_not = _job(recipe, machine, processes)
     runner = TrialRunner(
-        recipe=recipe, processes=processes, share=share, memory=memory, device_type=device.type, log=log
+        recipe=recipe, processes=processes, share=share, memory=memory, device_type=machine.device, log=log
     )
     expected = job.plan.device_memory_bytes if job is not None and memory is None else memory
     # Start at a quarter of the expected size, since trials that do not fit take longest.
@@ -371,7 +365,7 @@ def find_batch(options: FindBatch, log: Log) -> FoundBatch:
         name=loaded.name,
         recipe=found,
         processes=processes,
-        device=describe_machine(device).device_name,
+        device=machine.device_name,
         trials=tuple(runner.trials),
         largest=low,
         refused=high,
@@ -415,17 +409,14 @@ def proposed(fits: Callable[[int], bool], *, most: int, share: int) -> int:
     return next((each for each in range(most, 0, -1) if share % each == 0 and fits(each)), 0)
 
 
-def _job(recipe: Recipe, device: torch.device, processes: int) -> tuple[Job | None, str]:
+def _job(recipe: Recipe, machine: MachineFacts, processes: int) -> tuple[Job | None, str]:
     """Return the memory estimator of the run, or why there is none."""
-    machine = describe_machine(device, processes=processes)
-    allocator, _ = allocator_settings(os.environ if device.type == "cuda" else {})
     try:
-        with without_collection(), fake_step(recipe, processes=processes, machine=machine, scores=True) as step:
-            steps = trace_steps(step)
-            job = Job(step, steps, machine, shards=processes, allocator=allocator)
+        with predicted(recipe, machine, processes) as job:
+            is_known = job.steps.is_linear or job.steps.is_scaled
     except ModelError as error:
         return None, str(error)
-    return (job, "") if steps.is_linear or steps.is_scaled else (None, "its steps differ in more than size")
+    return (job, "") if is_known else (None, "its steps differ in more than size")
 
 
 def _available(processes: int) -> int | None:

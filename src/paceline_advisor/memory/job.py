@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
 
 from paceline.data.image.pipeline import LARGEST_SHARE_OF_DEVICE
+from paceline.devices import Device, find_device, recognise
+from paceline.distributed.device import describe_machine
 from paceline.errors import RecipeError
-from paceline.models.build import parameter_count
-from paceline.plan import MachineFacts, ParameterNumbers
+from paceline.plan import MachineFacts
 from paceline.plan.strategy import exact_gradient_count
-from paceline.trainer.fake_step import FakeStep
+from paceline.recipe.schema import Recipe
+from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
+from paceline.trainer.network import count_parameters
+from paceline.trainer.subject import Subject
+from paceline.world import World
 from paceline_advisor.memory.allocations import Allocation
 from paceline_advisor.memory.allocator import INTERVALS, MIB, PLAIN, Settings
 from paceline_advisor.memory.replay import Peak, fits, peak_of
-from paceline_advisor.memory.trace import FIRST, STEP, Steps, StepTrace
+from paceline_advisor.memory.trace import FIRST, STEP, Steps, StepTrace, trace_steps, without_collection
 from paceline_advisor.memory.variants import (
     Sharding,
     accumulated,
@@ -129,13 +138,15 @@ class Job:
     """A process's run under a plan: its steps and its evaluation.
 
     Args:
-        step: Its fake step, which is inspected here for values that need its network.
+        step: Its fake step.
         steps: The same step at all sizes.
         machine: The machine.
         shards: Processes over which weights are sharded, if they are.
         allocator: Options of PyTorch's allocator.
 
     Attributes:
+        step: Its fake step.
+        steps: The same step at all sizes.
         plan: The run's plan.
         recipe: The run's recipe.
         outside: Bytes of the device that are not used for tensors.
@@ -148,24 +159,21 @@ class Job:
     def __init__(
         self,
         step: FakeStep,
-        steps: Callable[[int], StepTrace],
+        steps: Steps,
         machine: MachineFacts,
         *,
         shards: int,
         allocator: Settings = PLAIN,
     ) -> None:
+        self.step, self.steps, self._machine = step, steps, machine
         self.plan, self.recipe = step.plan, step.recipe
-        self._steps, self._machine = steps, machine
         self.shards, self.allocator = shards, allocator
-        self.numbers = ParameterNumbers(
-            sum(each.numel() for each in step.network.parameters()), parameter_count(step.network)
-        )
+        self.numbers = count_parameters(step.network)
         self._sharding: Sharding = sharding_of(step.network, step.recipe.parallel, shards)
         self._caching = machine.device in ("cuda", "xpu")
         self.outside = outside(machine.device, self.plan.world_size)
         self.share = max(each.global_batch_size for each in self.plan.batch_phases) // self.plan.world_size
-        one_by_one = isinstance(steps, Steps) and steps.goes_one_by_one
-        self.most = max(1, self.share) if one_by_one else MOST
+        self.most = max(1, self.share) if steps.goes_one_by_one else MOST
         self.forget()
 
     def forget(self) -> None:
@@ -270,7 +278,7 @@ class Job:
         return self._known[key]
 
     def _trace(self, micro_batch: int, strategy: str) -> StepTrace:
-        step = self._shared(self._steps(micro_batch), strategy, accumulates=self.accumulates(micro_batch))
+        step = self._shared(self.steps(micro_batch), strategy, accumulates=self.accumulates(micro_batch))
         step = with_input(step, self.plan, self.recipe.data.mix)
         return with_data_set(with_libraries(step, self._machine), self.plan, LARGEST_SHARE_OF_DEVICE)
 
@@ -296,6 +304,57 @@ class Job:
         if self.plan.world_size == 1:
             return step
         return with_temporary(step, [leaf] * (held - 1), FIRST, STEP, begin=update_start, end=update_start)
+
+
+def machine_for(name: str | None, recipe: Recipe, processes: int = 1) -> tuple[MachineFacts, Device | None]:
+    """Return the machine to assume, and its accelerator if it is a known one.
+
+    Args:
+        name: A name of ``paceline.devices``, or ``cpu``; None for the device that a run here would use.
+        recipe: The run's recipe.
+        processes: Processes on the machine, each with its own device unless that is the CPU.
+
+    Raises:
+        RecipeError: If the name is unknown, or the recipe's device is not here.
+    """
+    if name is None:
+        machine = Subject.open(recipe, World(world_size=processes, local_world_size=processes), "device").machine
+        return machine, recognise(machine.device_name) if machine.device == "cuda" else None
+    if name.lower() == "cpu":
+        return describe_machine(torch.device("cpu"), processes=processes), None
+    device = find_device(name)
+    return machine_with(device, processes=processes), device
+
+
+@contextlib.contextmanager
+def predicted(
+    recipe: Recipe,
+    machine: MachineFacts,
+    processes: int = 1,
+    *,
+    shards: int = 0,
+    scores: bool = True,
+    allocator: Settings | None = None,
+    trace: Callable[[FakeStep], Steps] = trace_steps,
+) -> Iterator[Job]:
+    """Predict the memory of one process of a run at any micro-batch size, from a fake step; the one way to do it.
+
+    Args:
+        recipe: The recipe.
+        machine: The machine to assume.
+        processes: Processes of the run.
+        shards: Processes over which weights would be sharded; by default all, and at least two.
+        scores: Whether to include an evaluation.
+        allocator: Options of PyTorch's allocator; by default those of the environment, for CUDA.
+        trace: Runs the step at the sizes that determine all others.
+
+    Raises:
+        PacelineError: If the recipe cannot be planned there, or its network needs real values.
+    """
+    if allocator is None:
+        allocator, _ = allocator_settings(os.environ if machine.device == "cuda" else {})
+    with without_collection(), fake_step(recipe, processes=processes, machine=machine, scores=scores) as step:
+        yield Job(step, trace(step), machine, shards=shards or max(2, processes), allocator=allocator)
 
 
 def _last(condition: Callable[[int], bool], low: int, guess: int, high: int, roughly: bool) -> int:
