@@ -1,4 +1,4 @@
-"""Tasks that stand for another task: methods that pass their calls on."""
+"""Tasks and pipelines that stand for another one, and pass calls on to it."""
 
 from __future__ import annotations
 
@@ -13,3 +13,13 @@ def forwarded(name: str) -> Callable[..., Any]:
         return getattr(self.task, name)(*arguments, **options)
 
     return forward
+
+
+class PassesOn:
+    """An object that passes on to another one what it does not define itself."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

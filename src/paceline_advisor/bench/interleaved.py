@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from paceline.command import Log
 from paceline.distributed.local_launch import rank_variables
 from paceline.errors import RecipeError
 from paceline.machine import available_cores
@@ -32,12 +33,12 @@ from paceline.recipe.running import Profile
 from paceline.recipe.schema import Recipe
 from paceline.telemetry.meter import WARMUP_STEPS
 from paceline.units import Duration, TimeSpan
+from paceline_advisor.apply import with_values
 from paceline_advisor.bench.interleaved_process import WorkerConfig, command_line
 from paceline_advisor.launches import check_alone
 
 T = TypeVar("T")
 Part = Literal["together", "compute", "data"]
-PARTS: tuple[Part, ...] = ("together", "compute", "data")
 
 # Longer than any measurement: the end of a run is not part of a step.
 _STEPS = 10_000_000
@@ -167,7 +168,7 @@ def run_interleaved(
     rounds: int = 8,
     block_seconds: float = 2.0,
     processes: int = 1,
-    log: Callable[[str], None] = lambda _: None,
+    log: Log = lambda _: None,
 ) -> dict[str, Measurement]:
     """Measure interleaved variants; a failed variant is reported, and the others continue.
 
@@ -380,7 +381,7 @@ def _answer(turns: Connection[Any, Any]) -> dict[str, Any] | None:
 
 
 def _run_in_turns(
-    variants: Mapping[str, Variant], rounds: int, block_seconds: float, log: Callable[[str], None]
+    variants: Mapping[str, Variant], rounds: int, block_seconds: float, log: Log
 ) -> dict[str, Measurement]:
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-b")))
@@ -416,15 +417,18 @@ def in_order(runners: Sequence[T], number: int) -> Sequence[T]:
 
 def recipe_for_timing(recipe: Recipe) -> Recipe:
     """Return the recipe to measure: training only, without stopping or pausing for anything else."""
-    timeout = recipe.parallel.timeout
-    return replace(
-        recipe,
-        train=replace(recipe.train, duration=Duration(_STEPS, "steps"), until=None),
-        evaluate=replace(recipe.evaluate, every=None, patience=None),
-        checkpoint=replace(recipe.checkpoint, every=None, keep_best=False),
-        parallel=replace(recipe.parallel, timeout=max(timeout, _PATIENCE, key=lambda each: each.seconds)),
-        telemetry=replace(recipe.telemetry, profile=Profile(), mlperf=False),
-    )
+    values = {
+        "train.duration": Duration(_STEPS, "steps"),
+        "train.until": None,
+        "evaluate.every": None,
+        "evaluate.patience": None,
+        "checkpoint.every": None,
+        "checkpoint.keep_best": False,
+        "parallel.timeout": max(recipe.parallel.timeout, _PATIENCE, key=lambda each: each.seconds),
+        "telemetry.profile": Profile(),
+        "telemetry.mlperf": False,
+    }
+    return with_values(recipe, values)
 
 
 def without_growth(recipe: Recipe, processes: int) -> Recipe:
@@ -435,7 +439,7 @@ def without_growth(recipe: Recipe, processes: int) -> Recipe:
     """
     if not recipe.batch.growth:
         return recipe
-    return replace(recipe, batch=replace(recipe.batch, micro_size=micro_batch_size(recipe, processes), growth={}))
+    return with_values(recipe, {"batch.micro_size": micro_batch_size(recipe, processes), "batch.growth": {}})
 
 
 def of_all(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

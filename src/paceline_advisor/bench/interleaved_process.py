@@ -35,6 +35,7 @@ from paceline.trainer.subject import Options
 from paceline.trainer.train import opened_run
 from paceline.world import World
 from paceline_advisor.bench.energy import EnergyCounter
+from paceline_advisor.forwarding import PassesOn
 
 _LOOK_SECONDS = 0.2
 _TRIES = 50
@@ -159,7 +160,7 @@ class _TurnClock(Display):
             torch.get_device_module(self._run.device).synchronize()
 
 
-class _TurnPipeline:
+class _TurnPipeline(PassesOn):
     """The run's pipeline, which waits for the first turn; for ``compute`` it repeats the first step's batches forever.
 
     Args:
@@ -169,15 +170,13 @@ class _TurnPipeline:
     """
 
     def __init__(self, pipeline: Any, turns: _TurnClock, *, repeats_first: bool) -> None:
-        self._pipeline, self._turns, self._repeats_first = pipeline, turns, repeats_first
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pipeline, name)
+        super().__init__(pipeline)
+        self._turns, self._repeats_first = turns, repeats_first
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
         """The micro-batches for the loop."""
         self._turns.wait()
-        stream = self._pipeline.train_batches(geometry, first, last, world)
+        stream = self._inner.train_batches(geometry, first, last, world)
         if not self._repeats_first:
             yield from stream
             return

@@ -21,6 +21,7 @@ import torch
 
 from paceline.checkpoint.hub_folder import is_hub_folder
 from paceline.checkpoint.weights import read_weights
+from paceline.command import Log
 from paceline.data.pipeline import Normalize, Placement
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import PacelineError, RecipeError
@@ -84,14 +85,19 @@ class _MeasuredNetwork:
         return batch.pin_memory() if self.device.type == "cuda" else batch
 
 
-def measure_latency(options: Bench, log: Callable[[str], None]) -> tuple[str, Recipe, list[dict[str, Any]]]:
+def measure_latency(options: Bench, log: Log) -> tuple[str, Recipe, list[dict[str, Any]]]:
     """Measure latencies and throughput; return the name of the target, its recipe, and one row per measurement.
 
     Raises:
         PacelineError: If the target cannot be used.
     """
     target = Path(options.recipe)
-    is_saved = target.exists() and _holds_weights(target)
+    is_saved = target.exists() and (
+        target.suffix == ".safetensors"
+        or (target / "manifest.json").exists()
+        or is_hub_folder(target)
+        or any((target / "checkpoints").glob("step-*"))
+    )
     if is_saved:
         if options.overrides:
             raise RecipeError(f"overrides change recipes, but '{target}' holds saved weights; leave them out.")
@@ -127,12 +133,6 @@ def measure_latency(options: Bench, log: Callable[[str], None]) -> tuple[str, Re
     return name, recipe, rows
 
 
-def _holds_weights(target: Path) -> bool:
-    if target.suffix == ".safetensors" or (target / "manifest.json").exists() or is_hub_folder(target):
-        return True
-    return any((target / "checkpoints").glob("step-*"))
-
-
 def _untrained(recipe: Recipe, device: torch.device) -> tuple[Answer, tuple[int, int, int]]:
     """Return a recipe's network with its initial weights, whose values do not affect the timing."""
     subject = Subject.open(recipe, World(), "task")
@@ -155,7 +155,7 @@ def _untrained(recipe: Recipe, device: torch.device) -> tuple[Answer, tuple[int,
     return answer, (int(facts["channels"]), size, size)
 
 
-def _scenarios(subject: _MeasuredNetwork, options: Bench, log: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def _scenarios(subject: _MeasuredNetwork, options: Bench, log: Log) -> Iterator[dict[str, Any]]:
     fastest, best_size = 0.0, 0
     for size in options.batch_sizes or BATCH_SIZES:
         log(f"{subject.device.type} {subject.precision}: queries of {size}")

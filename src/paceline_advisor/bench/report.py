@@ -73,7 +73,7 @@ class Cell:
         return f"{self.device} {self.precision} {self.backend} batch {self.batch_size} {self.part}"
 
 
-def measure_grid(options: Bench, log: Callable[[str], None]) -> tuple[LoadedRecipe, list[dict[str, Any]]]:
+def measure_grid(options: Bench, log: Log) -> tuple[LoadedRecipe, list[dict[str, Any]]]:
     """Measure every combination; return the recipe, and one row per combination that is a distinct run.
 
     Raises:
@@ -154,7 +154,6 @@ def _identity(cell: Cell) -> tuple[Any, ...]:
 
 def _row(cell: Cell, processes: int) -> dict[str, Any]:
     """Return a combination as it appears in the result."""
-    successful = [each for each in cell.measured if each.rounds]
     facts = dict(cell.measured[0].facts) if cell.measured else {}
     first = {
         "device": facts.get("device", cell.device),
@@ -174,7 +173,7 @@ def _row(cell: Cell, processes: int) -> dict[str, Any]:
         "threads": facts.get("threads_per_process"),
         **{key: facts.get(key) for key in _FACTS},
     }
-    return {**first, **details, **_statistics(successful, facts)}
+    return {**first, **details, **_statistics([each for each in cell.measured if each.rounds], facts)}
 
 
 def _statistics(successful: list[Measurement], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,11 +228,6 @@ class BenchReport:
     notes: Sequence[str]
     dawnbench: Callable[[Path], list[Path]] | None = None
 
-    @property
-    def measured_any(self) -> bool:
-        """Whether anything was measured."""
-        return any(row["times"] for row in self.rows)
-
     def to_json(self) -> dict[str, Any]:
         """The result as one JSON object."""
         return {
@@ -241,9 +235,9 @@ class BenchReport:
             "kind": self.kind,
             "paceline": __version__,
             "name": self.name,
-            "settings": dict(self.settings),
-            "rows": list(self.rows),
-            "notes": list(self.notes),
+            "settings": self.settings,
+            "rows": self.rows,
+            "notes": self.notes,
             "recipe": to_tree(self.recipe),
             # Querying a GPU's name does not initialise it.
             "environment": capture_environment(
@@ -261,7 +255,7 @@ class BenchReport:
         return Shown(
             title=f"{self.name}: {self.kind.replace('_', ' ')}",
             blocks=[Table(columns=header, rows=rows), *(f"  {note}" for note in self.notes)],
-            ok=self.measured_any or "",
+            ok=any(row["times"] for row in self.rows) or "",
         )
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -417,19 +411,11 @@ def throughput_notes(rows: Sequence[Row]) -> list[str]:
         notes.append("some were measured alone, because memory ran out with the others")
     same = [[row["asked"], *row["same"]] for row in rows if row.get("same")]
     notes += [f"measured once, because they give the same run here: {', '.join(each)}" for each in same]
-    notes += [*_worker_notes(rows), *_energy_notes(rows)]
-    if any(row["device"] == "cpu" and row.get("peak_memory_bytes") for row in rows):
-        notes.append("peak memory on a CPU is the training process's main memory, libraries and data in it")
-    return notes
-
-
-def _worker_notes(rows: Sequence[Row]) -> list[str]:
-    """Describe how ``auto`` resolved the number of loader processes, and whether a run would use the same."""
     loading_rows = [
         row for row in rows if row.get("workers") and row.get("workers_asked") == "auto" and row["part"] != "compute"
     ]
     choices = sorted({(row["workers"], row["workers_reason"]) for row in loading_rows})
-    notes = [f"data.workers=auto: {workers} ({why})" for workers, why in choices]
+    notes += [f"data.workers=auto: {workers} ({why})" for workers, why in choices]
     if any(
         row["processes"] == 1 and row["backend"] == "pytorch" and not row["workers_measured"] for row in loading_rows
     ):
@@ -437,6 +423,9 @@ def _worker_notes(rows: Sequence[Row]) -> list[str]:
             "no such run was measured yet: one of 200,000 images or more would first measure which "
             "data.workers are best"
         )
+    notes += _energy_notes(rows)
+    if any(row["device"] == "cpu" and row.get("peak_memory_bytes") for row in rows):
+        notes.append("peak memory on a CPU is the training process's main memory, libraries and data in it")
     return notes
 
 

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from paceline.data.batch import Batch, tensors_in
-from paceline.models.flops import StepWork, WorkCounter
+from paceline.models.flops import WorkCounter
 from paceline_advisor.doctor.findings import Place
 
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
@@ -144,14 +144,6 @@ class Anatomy:
     not_channels_last: tuple[str, ...] = ()
 
 
-def _forward_flops(found: StepWork) -> Counter[str]:
-    flops: Counter[str] = Counter()
-    for work in found.works:
-        if work.phase in ("forward", "recompute"):  # recomputing a forward pass is another call
-            flops[work.layer] += work.flops
-    return flops
-
-
 def observe_network(network: nn.Module, batch: Batch, step: Callable[[], None]) -> Anatomy:
     """Observe a network during a step.
 
@@ -189,13 +181,17 @@ def observe_network(network: nn.Module, batch: Batch, step: Callable[[], None]) 
             hooks.enter_context(module.register_forward_hook(partial(after_forward, name)))
         with WorkCounter(network) as counter:
             step()
-    flops = _forward_flops(counter.work)
+    # Recomputing a forward pass is another call.
+    forward = [each for each in counter.work.works if each.phase in ("forward", "recompute")]
     parameters = {name: each for name, each in network.named_parameters() if each.requires_grad}
     laid_out = any(
         each.ndim == 4 and each.is_contiguous(memory_format=torch.channels_last) for each in tensors_in(batch.inputs)
     )
     return Anatomy(
-        layers=tuple(replace(each, flops=flops[each.name] / samples) for each in layers.values()),
+        layers=tuple(
+            replace(each, flops=sum(work.flops for work in forward if work.layer == each.name) / samples)
+            for each in layers.values()
+        ),
         biased=biased,
         class_counts=class_places(network, biased),
         unused=tuple(name for name, each in parameters.items() if each.grad is None),

@@ -183,12 +183,6 @@ class CheckedRun:
         total = sum(layer.flops for layer in self.layers)
         return sum(layer.flops for layer in self.layers if matches(layer)) / total if total else 0.0
 
-    @property
-    def flops_per_layer(self) -> float:
-        """Mean forward FLOPs of one call of a layer, for a micro-batch."""
-        total = sum(layer.flops for layer in self.layers) * self.plan.micro_batch_size
-        return total / max(1, sum(layer.calls for layer in self.layers))
-
 
 @dataclass(frozen=True)
 class CheckResult:

@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ def _shown(finding: Finding) -> Iterator[str]:
         yield escape(f"        {label}{finding.gain}; expected: {finding.expected}")
 
 
-def examine(options: Doctor, log: Callable[[str], None]) -> Diagnosis:
+def examine(options: Doctor, log: Log) -> Diagnosis:
     """Run every check in :data:`~paceline_advisor.doctor.checked_run.CHECKS`.
 
     Nothing is trained or written, and the state of this process is unchanged afterwards.
@@ -240,9 +240,7 @@ def examine(options: Doctor, log: Callable[[str], None]) -> Diagnosis:
     )
 
 
-def _anatomy(
-    recipe: Recipe, target: Target, world: World, log: Callable[[str], None]
-) -> tuple[Plan, Anatomy | None, str]:
+def _anatomy(recipe: Recipe, target: Target, world: World, log: Log) -> tuple[Plan, Anatomy | None, str]:
     """Return the plan, and the network as observed on fake tensors, or why it could not be observed so."""
     plan: Plan | None = None
     try:
@@ -347,9 +345,7 @@ def runs_here(device: str, recipe: Recipe) -> bool:
     return (here.machine.device, here.device) == (named.machine.device, named.device)
 
 
-def measure(
-    diagnosis: Diagnosis, log: Callable[[str], None], *, rounds: int = 8, block_seconds: float = 2.0
-) -> Diagnosis:
+def measure(diagnosis: Diagnosis, log: Log, *, rounds: int = 8, block_seconds: float = 2.0) -> Diagnosis:
     """Measure every finding's change of the recipe separately, and order the findings by measured gain.
 
     Changes that a plan refuses are not measured, and nothing is measured for a device that is not in this machine.

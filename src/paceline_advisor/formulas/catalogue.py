@@ -31,24 +31,16 @@ from paceline_advisor.commands import Formulas
 
 _SOURCE = "Source:"
 _ROW = re.compile(r"\| `(\w+)(\(.*?\))` \| `(.*?)` \| (.*?) \| (.*) \|")
+_COUNT_NAMES = (
+    "batch global_batch_size micro_batch_size micro_batch accumulation_steps reference_batch small_batch large_batch "
+    "devices processes nodes devices_per_node machines tensor_parallel multiprocessors tiles_at_once tile_m tile_n "
+    "kernel stride dilation groups"
+)
 # Arguments with these names are counts of at least one, in every formula.
-# fmt: off
-_COUNTS = frozenset(
-    {
-        "batch", "global_batch_size", "micro_batch_size", "micro_batch", "accumulation_steps",
-        "reference_batch", "small_batch", "large_batch", "devices", "processes", "nodes",
-        "devices_per_node", "machines", "tensor_parallel", "multiprocessors", "tiles_at_once", "tile_m",
-        "tile_n", "kernel", "stride", "dilation", "groups",
-    }
-)
+_COUNTS = frozenset(_COUNT_NAMES.split())
+_AMOUNT_NAMES = "parameters tokens samples epochs layers heads hidden sequence vocabulary flops states m n k"
 # Amounts, which may be zero but not negative.
-_AMOUNTS = frozenset(
-    {
-        "parameters", "tokens", "samples", "epochs", "layers", "heads", "hidden", "sequence", "vocabulary",
-        "flops", "states", "m", "n", "k",
-    }
-)
-# fmt: on
+_AMOUNTS = frozenset(_AMOUNT_NAMES.split())
 _UNITS_OF_AMOUNTS = ("bytes", "bytes_moved", "bytes_per_element", "seconds", "per_second", "minutes", "price_per_hour")
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -82,8 +74,8 @@ class Formula:
             "topic": self.topic,
             "summary": self.summary,
             "source": self.source,
-            "needs": list(self.needs),
-            "defaults": dict(self.defaults),
+            "needs": self.needs,
+            "defaults": self.defaults,
         }
 
     def compute(self, typed: Sequence[str]) -> tuple[dict[str, Any], Any]:

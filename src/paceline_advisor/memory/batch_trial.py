@@ -12,10 +12,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from typing import cast
 
 import torch
 
-from paceline.data.batch import Batch, Progress, select_rows, tensors_in
+from paceline.data.batch import Batch, select_rows, tensors_in
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleSlice
@@ -24,7 +25,7 @@ from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.fake_batch import fixed_batch, largest_micro_batch, one_batch
 from paceline.world import World
-from paceline_advisor.forwarding import forwarded
+from paceline_advisor.forwarding import PassesOn, forwarded
 
 REFERENCE = "paceline_advisor.memory.batch_trial:task"
 CONFIG_VARIABLE = "PACELINE_BATCH_TRIAL"
@@ -86,7 +87,7 @@ class TrialTask(Task):
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
         """Delegate to the task, after reading a few of its samples."""
-        return _Repeated(self.task, placement, self._config)
+        return cast(Pipeline, _Repeated(self.task, placement, self._config))
 
     def prepare_training(self, placement: Placement) -> None:
         """Delegate to the task, after limiting how much of a GPU may be used."""
@@ -96,19 +97,12 @@ class TrialTask(Task):
             torch.cuda.set_per_process_memory_fraction(min(1.0, self._config.memory / whole), placement.device)
 
 
-class _Repeated:
+class _Repeated(PassesOn):
     """A pipeline whose batches repeat a few samples; the next batch is prepared while the current one is in use."""
 
     def __init__(self, task: Task, placement: Placement, config: TrialConfig) -> None:
-        self._inner: Pipeline = task.open_pipeline(placement)
-        self._task = task
-        self._config = config
-
-    def start(self, *, training: bool, evaluation: bool) -> None:
-        self._inner.start(training=training, evaluation=evaluation)
-
-    def load(self, report: Progress) -> None:
-        self._inner.load(report)
+        super().__init__(task.open_pipeline(placement))
+        self._task, self._config = task, config
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
         # Padded to the same size, a tall and a wide picture take more memory than two of the largest pictures.
@@ -134,9 +128,6 @@ class _Repeated:
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
         return f"sample {sample_id} of the trial"
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def _repeated(example: Batch, part: SampleSlice) -> Batch:

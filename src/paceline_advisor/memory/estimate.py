@@ -22,6 +22,7 @@ from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep
 from paceline.units import format_bytes, format_count
+from paceline_advisor.apply import with_values
 from paceline_advisor.commands import Estimate
 from paceline_advisor.memory.allocator import Settings
 from paceline_advisor.memory.job import MOST, Job, allocator_settings, machine_for, predicted
@@ -64,7 +65,13 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, cur
         job: A process of the unchanged run.
         current: Bytes that the device must have without changes.
     """
-    for change, changed in _changes(recipe, job.plan.precision, machine):
+    changes = {}
+    if job.plan.precision == "fp32" and "bf16_products" not in machine.lacks:
+        changes["train.precision"] = ["bf16"]
+    if recipe.model.activation_checkpointing is None and not recipe.model.compile:
+        changes["model.activation_checkpointing"] = ["selective", "full"]
+    for key, value in ((key, value) for key, values in changes.items() for value in values):
+        change, changed = f"{key}={value}", with_values(recipe, {key: value})
         same = {"shards": job.shards, "allocator": job.allocator}
         try:
             with predicted(changed, machine, processes, **same, trace=_only_its_own) as changed_job:
@@ -81,15 +88,6 @@ def _only_its_own(step: FakeStep) -> Steps:
         return trace_steps(step)
     trace = trace_step(step)
     return Steps(trace, trace, lambda _: trace)
-
-
-def _changes(recipe: Recipe, precision: str, machine: MachineFacts) -> Iterator[tuple[str, Recipe]]:
-    if precision == "fp32" and "bf16_products" not in machine.lacks:
-        yield "train.precision=bf16", replace(recipe, train=replace(recipe.train, precision="bf16"))
-    if recipe.model.activation_checkpointing is None and not recipe.model.compile:
-        for how in ("selective", "full"):
-            model = replace(recipe.model, activation_checkpointing=how)
-            yield f"model.activation_checkpointing={how}", replace(recipe, model=model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +264,7 @@ class MemoryEstimate:
             "devices": [vars(each) for each in self.devices],
             "savings": [vars(each) for each in self.savings],
             "verdict": vars(self.verdict),
-            "notices": list(self.notices),
+            "notices": self.notices,
             "seconds": self.seconds,
         }
 

@@ -11,7 +11,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ from paceline.plan.batching import micro_batch_size, with_valid_ghost_size
 from paceline.plan.compute import resolve_evaluation_batch
 from paceline.recipe.data import Progressive
 from paceline.recipe.load import load_recipe, to_yaml
-from paceline.recipe.running import Checkpoint, Telemetry
-from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
 from paceline.records.reader import read_summary
@@ -34,7 +32,7 @@ from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.memory import peak_private_of
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.units import Duration, format_bytes, format_count, format_seconds
-from paceline_advisor.apply import write_new
+from paceline_advisor.apply import QUIET, with_values, write_new
 from paceline_advisor.commands import FindBatch
 from paceline_advisor.launches import Launch, check_alone, said
 from paceline_advisor.memory.batch_trial import REFERENCE, TrialConfig
@@ -90,7 +88,7 @@ class TrialRunner:
     share: int
     memory: int | None
     device_type: str
-    log: Callable[[str], None]
+    log: Log
     trials: list[Trial] = field(default_factory=list)
 
     def fits(self, micro_batch: int) -> bool:
@@ -179,40 +177,36 @@ class TrialRunner:
 
 def shortened(recipe: Recipe, micro_batch: int, global_size: int) -> Recipe:
     """Return the recipe for a trial: two steps of the same work, with any evaluation, that learn nothing."""
-    lacks_file = recipe.data.backend in ("auto", "pytorch")
     steps = Duration(_STEPS, "steps")
-    scaler = replace(recipe.train.grad_scaler, init_scale=1.0)  # steps must not be skipped
-    return replace(
-        recipe,
-        model=replace(
-            with_valid_ghost_size(recipe.model, micro_batch),
-            pretrained=False,
-            initialize_from=None,
-            initialize_partly=False,
-            compile=False,
-            # In the end the whole network is trained.
-            frozen=() if recipe.model.unfreeze else recipe.model.frozen,
-            unfreeze={},
-            freeze_after={},  # it is trained until then
-        ),
-        # In the end images have their largest size.
-        data=replace(recipe.data, workers=0 if lacks_file else recipe.data.workers, progressive=Progressive()),
-        batch=Batch(global_size=global_size, micro_size=micro_batch),
-        optimizer=replace(recipe.optimizer, lr=_TINY_RATE, lr_scaling="none", lr_reference_batch=None),
-        schedule=Schedule(name="constant"),
-        train=replace(recipe.train, duration=steps, until=None, nonfinite="stop", grad_scaler=scaler),
-        evaluate=replace(
-            recipe.evaluate,
-            every=None if recipe.evaluate.every is None else steps,
-            patience=None,
-            # By default, it would follow the trial's global batch, which is smaller than the run's.
-            batch_size=resolve_evaluation_batch(recipe),
-            keep_examples=0,
-        ),
-        checkpoint=Checkpoint(every=None, keep_best=False),
-        parallel=replace(recipe.parallel, logical_ranks="auto"),
-        telemetry=Telemetry(log_every=Duration(1, "steps"), trackers=()),
-    )
+    values = {
+        **QUIET,
+        "model": with_valid_ghost_size(recipe.model, micro_batch),
+        "model.pretrained": False,
+        "model.initialize_from": None,
+        "model.initialize_partly": False,
+        "model.compile": False,
+        # In the end the whole network is trained, and images have their largest size.
+        "model.frozen": () if recipe.model.unfreeze else recipe.model.frozen,
+        "model.unfreeze": {},
+        "model.freeze_after": {},  # it is trained until then
+        "data.workers": 0 if recipe.data.backend in ("auto", "pytorch") else recipe.data.workers,
+        "data.progressive": Progressive(),
+        "batch": Batch(global_size=global_size, micro_size=micro_batch),
+        "optimizer.lr": _TINY_RATE,
+        "optimizer.lr_scaling": "none",
+        "optimizer.lr_reference_batch": None,
+        "train.duration": steps,
+        "train.until": None,
+        "train.nonfinite": "stop",
+        "train.grad_scaler.init_scale": 1.0,  # steps must not be skipped
+        "evaluate.every": None if recipe.evaluate.every is None else steps,
+        "evaluate.patience": None,
+        # By default, it would follow the trial's global batch, which is smaller than the run's.
+        "evaluate.batch_size": resolve_evaluation_batch(recipe),
+        "evaluate.keep_examples": 0,
+        "parallel.logical_ranks": "auto",
+    }
+    return with_values(recipe, values)
 
 
 # A trial takes seconds: sizes between two that differ by less than this fraction are skipped.
@@ -331,10 +325,8 @@ def find_batch(options: FindBatch, log: Log) -> FoundBatch:
     if machine.device == "cpu" and memory is None:
         memory = _available(processes)
     # The samples of a process in a step, which micro-batches must divide.
-    parallel = replace(recipe.parallel, logical_ranks="auto", exact=False)
-    share = micro_batch_size(
-        replace(recipe, parallel=parallel, batch=replace(recipe.batch, micro_size="auto")), processes
-    )
+    undivided = {"parallel.logical_ranks": "auto", "parallel.exact": False, "batch.micro_size": "auto"}
+    share = micro_batch_size(with_values(recipe, undivided), processes)
     job, why_not = _job(recipe, machine, processes)
     runner = TrialRunner(
         recipe=recipe, processes=processes, share=share, memory=memory, device_type=machine.device, log=log
@@ -358,7 +350,7 @@ def find_batch(options: FindBatch, log: Log) -> FoundBatch:
     estimated = None
     if job is not None:  # as a trial's peak is measured: all memory of a process, or PyTorch's allocations on a GPU
         estimated = job.needed(low) if job.plan.device == "cpu" else job.peak(low).allocated
-    found = replace(loaded.recipe, batch=replace(loaded.recipe.batch, micro_size=micro))
+    found = with_values(loaded.recipe, {"batch.micro_size": micro})
     if options.apply is not None:
         write_new(options.apply, to_yaml(found))
     return FoundBatch(

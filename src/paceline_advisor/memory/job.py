@@ -176,6 +176,10 @@ class Job:
         self.most = max(1, self.share) if steps.goes_one_by_one else MOST
         self.forget()
 
+    def sharded_over(self, shards: int) -> Job:
+        """Return the same process with its weights, if sharded, on another number of processes."""
+        return Job(self.step, self.steps, self._machine, shards=shards, allocator=self.allocator)
+
     def forget(self) -> None:
         """Forget all results, because the steps have changed."""
         self._known: dict[tuple[int, str | None], Peak] = {}

@@ -324,7 +324,11 @@ def metric(result: Check, evidence: Evidence) -> Check:
         return result.not_applicable(_NO_END)
     for run in ended_runs:
         for weights, samples, values in _evaluations(run):
-            expected = evidence.sizes.evaluation_samples - _unreadable(run)
+            incidents = read_events(RunDirectory(run.run_dir).events, kinds={"incident"})
+            unreadable = sum(
+                event["incident"] == "broken_sample" and event.get("split") == "validation" for event in incidents
+            )
+            expected = evidence.sizes.evaluation_samples - unreadable
             extra = samples - expected or _scored_twice(run, weights)
             if extra:
                 text = f"{run.name}, {weights}: {extra:+d} samples were counted"
@@ -517,12 +521,6 @@ def _peak(recipe: Recipe, batch: int) -> float:
     ratio = 1.0 if optimizer.lr_reference_batch is None else batch / optimizer.lr_reference_batch
     factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optimizer.lr_scaling]
     return optimizer.lr * factor
-
-
-def _unreadable(run: ObservedRun) -> int:
-    """Return how many held-out samples were left out because they were unreadable."""
-    incidents = read_events(RunDirectory(run.run_dir).events, kinds={"incident"})
-    return sum(event["incident"] == "broken_sample" and event.get("split") == "validation" for event in incidents)
 
 
 def _scored_twice(run: ObservedRun, weights: str) -> int:

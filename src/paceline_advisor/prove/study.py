@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.text import Text
 
+from paceline.command import Log
 from paceline.distributed.device import describe_machine
 from paceline.errors import RecipeError, TrainingError
 from paceline.pages.shown import Shown
@@ -102,7 +102,7 @@ class ProveReport:
         return Shown(title=f"Proof of {self.recipe}", blocks=[table, *advice, total], ok=self.passed or "")
 
 
-def prove(options: Prove, log: Callable[[str], None]) -> ProveReport:
+def prove(options: Prove, log: Log) -> ProveReport:
     """Run a recipe for a few steps in several ways, and compare them with each other and with plain PyTorch.
 
     Args:
@@ -127,7 +127,7 @@ def prove(options: Prove, log: Callable[[str], None]) -> ProveReport:
         try:
             probe = probe_numerics(runner)
         except RecipeError as error:
-            if not sizes.has_single_samples:
+            if sizes.tail >= 2 * sizes.micro_batches:  # each micro-batch has several samples
                 raise
             raise RecipeError(
                 f"with so few training samples, a micro-batch of the proof would have only one, and {error} Give "
@@ -167,9 +167,7 @@ def _plan(loaded: LoadedRecipe, processes: int) -> tuple[dict[int, Plan], Sizes]
     return plans, Sizes.of(samples, held_out, processes, all_held_out=score_all)
 
 
-def _judge(
-    runner: Runner, probe: NumericsProbe, plans: dict[int, Plan], log: Callable[[str], None]
-) -> tuple[Check, ...]:
+def _judge(runner: Runner, probe: NumericsProbe, plans: dict[int, Plan], log: Log) -> tuple[Check, ...]:
     sizes, alter = runner.sizes, probe.alter
     log("training with one batch a step")
     one_batch = runner.here("one-batch", micro_batch=sizes.global_batch, alter=alter)
@@ -207,7 +205,7 @@ def _judge(
         return tuple(check(evidence) for check in CHECKS)
 
 
-def _several(runner: Runner, unchanged: ObservedRun, log: Callable[[str], None]) -> tuple[ObservedRun | None, str]:
+def _several(runner: Runner, unchanged: ObservedRun, log: Log) -> tuple[ObservedRun | None, str]:
     """Return the distributed run, or why it is not possible."""
     count = runner.sizes.processes
     if count == 1:

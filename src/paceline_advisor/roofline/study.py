@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +28,7 @@ from paceline.plain_json import load_json
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
+from paceline_advisor.apply import with_values
 from paceline_advisor.commands import Roofline
 from paceline_advisor.formulas.network import Tiling, aligned_sizes, alignment_bytes_multiple, best_tiling, better_sizes
 
@@ -165,9 +166,9 @@ def shape_findings(found: StepWork, device: Device, precision_of: Callable[[Work
         precision = precision_of(work)
         has_units = device.name != "cpu" and precision in _BYTES
         tiling = None
-        if device.name != "cpu" and (product.count == 1 or min(product.n, product.m) >= _NARROW):
-            tiling = best_tiling(product.m, product.n, product.k, device.multiprocessors, product.count)
         sizes = (product.m, product.n, product.k, device.multiprocessors, product.count)
+        if device.name != "cpu" and (product.count == 1 or min(product.n, product.m) >= _NARROW):
+            tiling = best_tiling(*sizes)
         is_slow = tiling is not None and tiling.slowdown > _CLEARLY
         peak = device.peak(precision) or device.peak("fp32") or 1.0
         yield ShapeFinding(
@@ -279,9 +280,14 @@ class RooflineReport:
     top: int = 15
 
     @property
+    def peak(self) -> float:
+        """The device's FLOP per second in this precision."""
+        return self.device.peak(self.precision) or 0.0
+
+    @property
     def ridge(self) -> float:
         """FLOP per byte above which this precision's compute is the limit."""
-        return (self.device.peak(self.precision) or 0.0) / self.device.bytes_per_second
+        return self.peak / self.device.bytes_per_second
 
     @property
     def best_mfu(self) -> float:
@@ -308,11 +314,10 @@ class RooflineReport:
 
     def headline(self) -> tuple[str, ...]:
         """A step's totals, in sentences."""
-        peak, rate = self.device.peak(self.precision) or 0.0, self.device.bytes_per_second
         samples, flops = self.micro_batch, self.found.model_flops
         ceilings = (
-            f"{self.model} on {self.device.title}: {peak / 1e12:,.4g} TFLOP/s dense in {self.precision}, "
-            f"{rate / 1e9:,.4g} GB/s; ridge {self.ridge:.1f} FLOP/byte."
+            f"{self.model} on {self.device.title}: {self.peak / 1e12:,.4g} TFLOP/s dense in {self.precision}, "
+            f"{self.device.bytes_per_second / 1e9:,.4g} GB/s; ridge {self.ridge:.1f} FLOP/byte."
         )
         step = (
             f"A micro-batch of {samples} samples takes {flops / 1e9:,.4g} GFLOP of the model "
@@ -390,9 +395,8 @@ class RooflineReport:
         """Return a chart of the device's roofline, and the layers below it by their lower time bounds."""
         layers = [each for each in self.layers if each.flops and each.intensity and each.seconds]
         reached = [self.ridge, *(each.intensity for each in layers)]
-        peak, rate = self.device.peak(self.precision) or 0.0, self.device.bytes_per_second
         roof = [min(reached) / 2, self.ridge, max(reached) * 2]
-        limits = [min(peak, each * rate) / 1e12 for each in roof]
+        limits = [min(self.peak, each * self.device.bytes_per_second) / 1e12 for each in roof]
         line = {"color": "var(--muted)", "width": 1.5}
         traces: list[dict[str, Any]] = [{"mode": "lines", "name": "roof", "x": roof, "y": limits, "line": line}]
         for phase in dict.fromkeys(each.phase for each in layers):
@@ -443,7 +447,7 @@ class RooflineReport:
             "device": {
                 "name": device.name,
                 "title": device.title,
-                "peak_flops_per_second": device.peak(self.precision),
+                "peak_flops_per_second": self.peak or None,
                 "bytes_per_second": device.bytes_per_second,
                 "ridge_flop_per_byte": self.ridge,
                 "multiprocessors": device.multiprocessors,
@@ -467,7 +471,7 @@ class RooflineReport:
             "shapes": [asdict(each) for each in self.shapes],
             "low_intensity": None if low is None else asdict(low),
             "uncounted": [asdict(each) for each in self.found.uncounted],
-            "notices": list(self.notices),
+            "notices": self.notices,
         }
 
 
@@ -569,7 +573,7 @@ def roofline(options: Roofline, log: Log = lambda _: None) -> RooflineReport:
     chosen = choose(options.device)
     recipe, assumed = with_placeholder_data(loaded.recipe)
     if chosen.name == "cpu":
-        recipe = replace(recipe, parallel=replace(recipe.parallel, device="cpu"))
+        recipe = with_values(recipe, {"parallel.device": "cpu"})
     machine = None if chosen.name == "cpu" else machine_with(chosen)
     with fake_step(recipe, machine=machine) as step:
         found, plan = count_step(step), step.plan

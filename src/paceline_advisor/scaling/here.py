@@ -7,12 +7,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from paceline.command import Log
 from paceline.devices import recognise
 from paceline.errors import LaunchError, TrainingError
 from paceline.machine import available_cores, cpu_name
@@ -21,10 +21,11 @@ from paceline.plan.batching import with_valid_ghost_size
 from paceline.processes import ProcessGroup
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
+from paceline_advisor.apply import with_values
 from paceline_advisor.bench.interleaved import Variant, run_interleaved
 from paceline_advisor.clusters import Cluster, Link
 from paceline_advisor.formulas.parallel_step import SPREAD, OneDevice
-from paceline_advisor.scaling.room import Share
+from paceline_advisor.scaling.room import ALONE, Share
 
 _BLOCK_SECONDS = 1.5
 # The assumed error of a measured step is at least this: a few rounds say little about it.
@@ -37,7 +38,7 @@ def measure(
     together: Mapping[int, Share],
     threads: Mapping[int, int],
     rounds: int,
-    log: Callable[[str], None],
+    log: Log,
 ) -> tuple[dict[int, OneDevice], dict[int, Interval]]:
     """Measure shares of a recipe's step, interleaved.
 
@@ -58,14 +59,13 @@ def measure(
     """
 
     def variant(share: Share, processes: int) -> Variant:
-        per_device, parallel = share.micro_batch * share.passes, recipe.parallel
-        if processes == 1:
-            parallel = replace(parallel, strategy="auto", logical_ranks="auto", gradient_compression="none")
-        if share.devices in threads:
-            parallel = replace(parallel, threads=threads[share.devices])
-        batch = Batch(global_size=per_device * processes, micro_size=share.micro_batch)
-        model = with_valid_ghost_size(recipe.model, share.micro_batch)
-        return Variant(recipe=replace(recipe, model=model, batch=batch, parallel=parallel), processes=processes)
+        values = {
+            "model": with_valid_ghost_size(recipe.model, share.micro_batch),
+            "batch": Batch(global_size=share.own * processes, micro_size=share.micro_batch),
+            "parallel.threads": threads.get(share.devices, recipe.parallel.threads),
+            **(ALONE if processes == 1 else {}),
+        }
+        return Variant(recipe=with_values(recipe, values), processes=processes)
 
     names = {size: f"1 process as one of {size}" if size > 1 else "1 process" for size in alone}
     several = {size: f"{size} processes" for size in together if size > 1}

@@ -42,7 +42,6 @@ class Choice:
 
     Attributes:
         row: Its prediction.
-        batch: Samples of a step, at most those of the data.
         reason: Why this strategy.
         learning_rate: Learning rate to use.
         high_hours: Hours at the upper end of the predicted range.
@@ -52,7 +51,6 @@ class Choice:
     """
 
     row: Row
-    batch: int
     reason: str
     learning_rate: float
     high_hours: float
@@ -95,7 +93,7 @@ class Choice:
         """Return its line in the table."""
         found, row = self.row.prediction, self.row
         return (
-            *(found.devices, row.strategy, f"{self.batch:,}", f"{self.learning_rate:g}", f"{found.rate:,.0f}"),
+            *(found.devices, row.strategy, f"{row.batch:,}", f"{self.learning_rate:g}", f"{found.rate:,.0f}"),
             *(f"{found.efficiency:.1%}", shown_hours(row.hours), shown_hours(self.high_hours)),
             *("" if cost is None else f"${cost:,.2f}" for cost in (row.cost, self.high_cost)),
             found.limit if self.has_room else "memory: does not fit",
@@ -106,7 +104,6 @@ class Choice:
         room = self.room
         return {
             **self.row.to_json(),
-            "global_batch": self.batch,
             "strategy_reason": self.reason,
             "micro_batch": self.row.prediction.samples // (self.row.prediction.devices * self.row.passes),
             "fits": None if room is None else room.fits,
@@ -150,7 +147,7 @@ class TrainingPlan:
             "chosen": None if self.chosen is None else self.chosen.to_json(),
             "nearest": self.nearest.to_json(),
             "why": self.why,
-            "faster": dict(self.faster),
+            "faster": self.faster,
             "choices": [each.to_json() for each in self.choices],
             "recipe_global_batch": self.recipe_batch,
             "recipe_learning_rate": self.recipe_lr,
@@ -158,7 +155,7 @@ class TrainingPlan:
             "is_bound": self.report.is_bound,
             "cluster": self.report.cluster.name,
             "price_per_gpu_hour": self.report.price,
-            "notices": list(self.report.notices),
+            "notices": self.report.notices,
         }
 
     def __paceline__(self) -> Shown:
@@ -173,13 +170,13 @@ class TrainingPlan:
             faster = [f"{gpus} GPUs ({why})" for gpus, why in self.faster.items()]
             remarks += [f"Faster, but not chosen: {'; '.join(faster)}."] if faster else []
         found, cluster = choice.row.prediction, self.report.cluster
-        grown = choice.batch != self.recipe_batch
+        grown = choice.row.batch != self.recipe_batch
         pairs = {
             "GPUs": f"{found.devices} on {cluster.title}; {cluster.nodes(found.devices)} node(s)"
             + f"; {self.why}" * bool(self.chosen),
             "strategy": f"{choice.row.strategy}: {choice.reason}",
             "memory": "" if choice.room is None else choice.room.why,
-            "global batch": f"{choice.batch:,}" + f" instead of the recipe's {self.recipe_batch:,}" * grown,
+            "global batch": f"{choice.row.batch:,}" + f" instead of the recipe's {self.recipe_batch:,}" * grown,
             "learning rate": f"{choice.learning_rate:g}" + f" instead of the recipe's {self.recipe_lr:g}" * grown,
             "hours": f"{shown_hours(choice.row.hours)}, at worst {shown_hours(choice.high_hours)}",
             "cost": "" if choice.row.cost is None else f"${choice.row.cost:,.2f}, at worst ${choice.high_cost:,.2f}",
@@ -236,19 +233,18 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
             strategy, reason = room.strategy, room.why
         row = next((row for row in rows if row.strategy == strategy), rows[0])
         hours = row.hours * row.prediction.high_seconds / row.prediction.seconds
-        batch = min(row.prediction.samples, scaling.subject.samples)
-        rate, warning = _rate(batch, recipe_batch, recipe, options)
-        choice = Choice(
-            row=row,
-            batch=batch,
-            reason=reason,
-            learning_rate=rate,
-            high_hours=hours,
-            high_cost=None if row.cost is None else row.cost * hours / row.hours,
-            room=room,
-            warning=warning,
+        rate, warning = _rate(row.batch, recipe_batch, recipe, options)
+        choices.append(
+            Choice(
+                row=row,
+                reason=reason,
+                learning_rate=rate,
+                high_hours=hours,
+                high_cost=None if row.cost is None else row.cost * hours / row.hours,
+                room=room,
+                warning=warning,
+            )
         )
-        choices.append(choice)
     fitting = [each for each in choices if each.has_room and each.excess(options) <= 1]
     timed, priced = options.deadline_hours is not None, report.price is not None
     best = min(fitting, key=lambda each: (each.high_gpu_hours * timed, each.high_hours), default=None)

@@ -24,10 +24,10 @@ from paceline.recipe.training import Batch
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.units import format_bytes
+from paceline_advisor.apply import with_values
 from paceline_advisor.clusters import Cluster
 from paceline_advisor.formulas.parallel_step import OneDevice
-from paceline_advisor.memory.job import Job
-from paceline_advisor.memory.trace import trace_steps, without_collection
+from paceline_advisor.memory.job import Job, predicted
 from paceline_advisor.roofline.study import count_step
 
 
@@ -46,9 +46,9 @@ class Share:
     passes: int
 
     @property
-    def global_batch(self) -> int:
-        """Samples of the step over all devices."""
-        return self.devices * self.micro_batch * self.passes
+    def own(self) -> int:
+        """Samples of the step on one device."""
+        return self.micro_batch * self.passes
 
 
 def shares_of(recipe: Recipe, sizes: tuple[int, ...], batch_per_device: int | None) -> dict[int, Share]:
@@ -77,9 +77,8 @@ def in_passes(share: Share, largest: int) -> Share:
     """Return the same share in passes of at most this many samples."""
     if share.micro_batch <= largest:
         return share
-    own = share.micro_batch * share.passes
-    passes = next(each for each in range(-(-own // largest), own + 1) if own % each == 0)
-    return Share(share.devices, own // passes, passes)
+    passes = next(each for each in range(-(-share.own // largest), share.own + 1) if share.own % each == 0)
+    return Share(share.devices, share.own // passes, passes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,17 +126,13 @@ def rooms(
     cpu = torch.device("cpu")
     machine = machine_with(device) if device is not None else describe_machine(cpu)
     found = {}
-    with (
-        fake_step(of_one_process(recipe, shares[min(shares)]), machine=machine, scores=True) as step,
-        without_collection(),
-    ):
-        steps = trace_steps(step)
-        can_shard = recipe.parallel.strategy == "auto" and not step.task.why_not_sharded
+    with predicted(of_one_process(recipe, shares[min(shares)]), machine) as one:
+        can_shard = recipe.parallel.strategy == "auto" and not one.step.task.why_not_sharded
         for size, share in shares.items():
             memory = device.memory_bytes if device is not None else describe_machine(cpu, processes=size).memory_bytes
             if memory is None:
                 continue
-            job, strategy = Job(step, steps, machine, shards=max(size, 2)), choose(size, memory)
+            job, strategy = one.sharded_over(max(size, 2)), choose(size, memory)
             room = found[size] = _room(recipe, job, share, memory, strategy)
             if not room.fits and strategy == "ddp" and can_shard:
                 spread = _room(recipe, job, share, memory, "fsdp")
@@ -175,19 +170,21 @@ def _room(recipe: Recipe, job: Job, share: Share, memory: int, strategy: str) ->
     return room(cut, f"{why} and make the same step", fits=job.fits(cut.micro_batch, memory, sharding_strategy))
 
 
+ALONE = {"parallel.strategy": "auto", "parallel.logical_ranks": "auto", "parallel.gradient_compression": "none"}
+"""Values with which one process can train alone."""
+
+
 def of_one_process(recipe: Recipe, share: Share) -> Recipe:
     """Return the recipe for one process's part of the step; missing data are replaced by stand-ins."""
     path = recipe.data.path
     if path is not None and not Path(path).exists():
-        recipe = replace(recipe, data=replace(recipe.data, path=None))
-    recipe, _ = with_placeholder_data(recipe)
-    return replace(
-        recipe,
-        batch=Batch(global_size=share.micro_batch * share.passes, micro_size=share.micro_batch),
-        # Estimated without compilation: a compiled network saves fewer activations.
-        model=replace(recipe.model, compile=False),
-        parallel=replace(recipe.parallel, strategy="auto", logical_ranks="auto", gradient_compression="none"),
-    )
+        recipe = with_values(recipe, {"data.path": None})
+    values = {
+        "batch": Batch(global_size=share.own, micro_size=share.micro_batch),
+        "model.compile": False,  # estimated without compilation: a compiled network saves fewer activations
+        **ALONE,
+    }
+    return with_values(with_placeholder_data(recipe)[0], values)
 
 
 def least_steps(recipe: Recipe, shares: Mapping[int, Share], device: Device) -> dict[int, OneDevice]:

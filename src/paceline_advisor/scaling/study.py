@@ -87,6 +87,7 @@ class Row:
     Attributes:
         strategy: How the devices share the step; ``single`` for one.
         prediction: The predicted step.
+        batch: Samples of a step, at most those of the data.
         passes: Passes of each device per step.
         hours: Hours of the whole training.
         paid: Devices that are paid for: whole nodes, unless nodes are shared.
@@ -96,6 +97,7 @@ class Row:
 
     strategy: str
     prediction: Prediction
+    batch: int
     passes: int
     hours: float
     paid: int
@@ -113,7 +115,7 @@ class Row:
         return {
             "devices": found.devices,
             "strategy": self.strategy,
-            "global_batch": found.samples,
+            "global_batch": self.batch,
             "accumulation_steps": self.passes,
             "samples_per_second": found.rate,
             "samples_per_second_low": found.samples / found.high_seconds,
@@ -167,7 +169,7 @@ class ScaleReport:
             "parameters": self.parameters,
             "price_per_gpu_hour": self.price,
             "rows": [row.to_json() for row in self.rows],
-            "notices": list(self.notices),
+            "notices": self.notices,
         }
 
     def __paceline__(self) -> Shown:
@@ -190,7 +192,7 @@ class ScaleReport:
             found = row.prediction
             low, high = found.samples / found.high_seconds, found.samples / found.low_seconds
             cells = [
-                *(found.devices, row.strategy, f"{found.samples:,}", row.passes, _shown_rate(found.rate)),
+                *(found.devices, row.strategy, f"{row.batch:,}", row.passes, _shown_rate(found.rate)),
                 *(f"{_shown_rate(low)} – {_shown_rate(high)}", f"{found.efficiency:.1%}", shown_hours(row.hours)),
                 *("" if row.cost is None else f"${row.cost:,.2f}", found.limit),
             ]
@@ -404,15 +406,16 @@ class Scaling:
         )
         found = predict(self.subject.network, one, fabric_of(self.cluster, size, link), host, config)
         duration, epoch = self._recipe.train.duration, self.subject.samples
+        batch = min(found.samples, epoch)
         samples = duration.value * epoch
         if duration.unit != "epochs":
-            batch = min(share.global_batch, epoch)
             samples = duration.to_steps(samples_per_epoch=epoch, global_batch_size=batch) * batch
         hours = samples / found.rate / _HOUR
         paid = size if self._options.shared_node else self.cluster.nodes(size) * self.cluster.devices_per_node
         return Row(
             strategy="single" if size == 1 else strategy,
             prediction=found,
+            batch=batch,
             passes=share.passes,
             hours=hours,
             paid=paid,

@@ -23,11 +23,11 @@ from paceline.plain_json import load_json
 from paceline.plan.batching import micro_batch_size, with_nearest_ghost_size
 from paceline.plan.rates import lr_factor
 from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
-from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import write_text
 from paceline.trainer.subject import Subject
 from paceline.world import World
+from paceline_advisor.apply import QUIET, with_values
 from paceline_advisor.bench.target import Target, TargetRun, one_run
 from paceline_advisor.commands import SweepBatch
 from paceline_advisor.formulas.batch_law import BatchLaw, SweepPoint, fit_batch_law, why_no_law
@@ -154,16 +154,20 @@ def _check_plans(options: SweepBatch, recipe: Recipe, planned: Sequence[tuple[in
 
 
 def _recipe_of(options: SweepBatch, recipe: Recipe, batch: int, lr: float, seed: int) -> Recipe:
-    cut = with_batch(recipe, batch, options.processes)
-    return replace(
-        cut,
-        seed=seed,
-        optimizer=replace(recipe.optimizer, lr=lr, lr_scaling="none", lr_reference_batch=None),
+    values = {
+        "seed": seed,
+        "optimizer.lr": lr,
+        "optimizer.lr_scaling": "none",
+        "optimizer.lr_reference_batch": None,
         # A run that was stopped, to be resumed later, is not a result.
-        train=replace(recipe.train, until=None, duration=options.longest or recipe.train.duration),
-        checkpoint=replace(Checkpoint(), every=None, keep_best=False),
-        telemetry=replace(recipe.telemetry, trackers=(), noise_scale=None, mlperf=False),
-    )
+        "train.until": None,
+        "train.duration": options.longest or recipe.train.duration,
+        "checkpoint": QUIET["checkpoint"],
+        "telemetry.trackers": (),
+        "telemetry.noise_scale": None,
+        "telemetry.mlperf": False,
+    }
+    return with_values(with_batch(recipe, batch, options.processes), values)
 
 
 def with_batch(recipe: Recipe, batch: int, processes: int) -> Recipe:
@@ -174,8 +178,9 @@ def with_batch(recipe: Recipe, batch: int, processes: int) -> Recipe:
     """
     micro = recipe.batch.micro_size
     # A micro-batch is at most the batch.
-    sizes = replace(recipe.batch, global_size=batch, micro_size=micro if micro == "auto" else min(micro, batch))
-    without = replace(recipe, batch=sizes, model=replace(recipe.model, ghost_batch_norm=None))
+    micro = micro if micro == "auto" else min(micro, batch)
+    sizes = {"batch.global_size": batch, "batch.micro_size": micro, "model.ghost_batch_norm": None}
+    without = with_values(recipe, sizes)
     return replace(without, model=with_nearest_ghost_size(recipe.model, micro_batch_size(without, processes)))
 
 

@@ -62,7 +62,9 @@ def tune(options: Tune, log: Log) -> TuneReport:
     check_can_watch("tune")
     recipe = load_recipe(options.recipe, options.overrides).recipe
     search = read_search(options.search)
-    for key, value in ((key, value) for key, space in search.items() for value in ends_of(space)):
+    # What a key must accept: all choices, or both ends.
+    needed = {key: space if isinstance(space, list) else [space["low"], space["high"]] for key, space in search.items()}
+    for key, value in ((key, value) for key, values in needed.items() for value in values):
         try:
             load_recipe(options.recipe, [*options.overrides, as_override(key, value)])
         except RecipeError as error:
@@ -135,11 +137,6 @@ def _why_no_space(space: Any) -> str:
     if space.get("log") and (space["low"] <= 0 or "step" in space):
         return f"found {space!r}, but log: true needs low above 0, and no step"
     return ""
-
-
-def ends_of(space: list[Any] | dict[str, Any]) -> list[Any]:
-    """Return values that a key must accept: all choices, or both ends."""
-    return space if isinstance(space, list) else [space["low"], space["high"]]
 
 
 def as_override(key: str, value: Any) -> str:

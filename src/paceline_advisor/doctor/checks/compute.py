@@ -213,7 +213,10 @@ def threads(subject: CheckedRun) -> CheckResult | None:
 
 
 def _too_small(subject: CheckedRun) -> bool:
-    return not subject.target.is_gpu and subject.flops_per_layer < _SMALL_ON_CPU
+    """Whether, on a CPU, one call of a layer computes little for a micro-batch on average."""
+    total = sum(layer.flops for layer in subject.layers) * subject.plan.micro_batch_size
+    calls = max(1, sum(layer.calls for layer in subject.layers))
+    return not subject.target.is_gpu and total / calls < _SMALL_ON_CPU
 
 
 @check(
