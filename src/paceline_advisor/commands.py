@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -30,13 +30,14 @@ from paceline.recipe.load import refuse_training_overrides
 from paceline.recipe.running import Parallel
 from paceline.recipe.training import Train
 from paceline.units import Duration, TimeSpan, parse_bytes
+from paceline_advisor import frozen
 from paceline_advisor.apply import check_new
 
 # ------------------------------------------------------------------------------------------------ before a run
 
 
 @command("estimate", runs="paceline_advisor.memory.estimate:estimate", group="Before a run", place=0)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Estimate:
     """Estimate training memory on any GPU, whether or not you have it.
 
@@ -66,7 +67,7 @@ class Estimate:
 
 
 @command("find-batch", runs="paceline_advisor.memory.find_batch:find_batch", group="Advise", place=2)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class FindBatch:
     """Find the largest micro-batch that fits, by trying.
 
@@ -101,7 +102,7 @@ class FindBatch:
 _FEWEST_STEPS = 20
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Sweep:
     """Return the settings of a range test.
 
@@ -139,7 +140,7 @@ class Sweep:
 
 
 @command("find-lr", runs="paceline_advisor.tuning.lr_range:measure", group="Advise", place=1)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class FindLr(Sweep):
     """Find a learning rate by a range test.
 
@@ -178,7 +179,7 @@ class FindLr(Sweep):
         super().__post_init__()
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Cluster:
     """Options of `scale` and `plan`: the cluster, and the speed of one device on it."""
 
@@ -240,7 +241,7 @@ class Cluster:
 
 
 @command("scale", runs="paceline_advisor.scaling.study:scale", group="Before a run", place=2)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Scale(Cluster):
     """Predict scaling over GPUs, and measure it where possible.
 
@@ -281,7 +282,7 @@ class Scale(Cluster):
 
 
 @command("plan", runs="paceline_advisor.scaling.planning:plan_training", group="Before a run", place=1)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Plan(Cluster):
     """Choose the number of GPUs for a deadline or a budget.
 
@@ -326,7 +327,7 @@ class Plan(Cluster):
 
 
 @command("formulas", runs="paceline_advisor.formulas.catalogue:look_up", group="Study", place=5)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Formulas:
     """Compute a rule of thumb: rooflines, memory, batch sizes, scaling, time.
 
@@ -348,7 +349,7 @@ class Formulas:
 
 
 @command("doctor", runs="paceline_advisor.doctor.study:diagnose", group="Advise", place=0)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Doctor:
     """Find what limits a run's speed, and measure each change.
 
@@ -409,7 +410,7 @@ def _batch_size(word: str) -> int:
 @command(
     "recipe", runs="paceline_advisor.bench.report:bench", files=("benchmark.json", "benchmark.md", "benchmark.html")
 )
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Bench:
     """Measure how fast a recipe trains or answers, and compare.
 
@@ -480,7 +481,7 @@ class Bench:
 
 
 @command("compare", runs="paceline_advisor.bench.report:compare_results")
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class BenchCompare:
     """Tell whether B is slower than A: two results of `paceline bench --output`, or two run directories.
 
@@ -533,7 +534,7 @@ def bench() -> click.Group:
 
 
 @command("prove", runs="paceline_advisor.prove.study:prove", group="Verify", place=1)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Prove:
     """Prove that a recipe computes what it says, also with your own code.
 
@@ -556,7 +557,7 @@ class Prove:
 
 
 @command("drill", runs="paceline_advisor.drill.study:drill", group="Verify", place=2)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Drill:
     """Kill and disturb runs of a recipe, and check that nothing is lost.
 
@@ -594,7 +595,7 @@ def _samples(text: str) -> int | None:
 
 
 @command("landscape", runs="paceline_advisor.landscape.study:explore", group="Study", place=4)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Landscape:
     """Plot the loss around a run's weights, and measure sharpness.
 
@@ -695,7 +696,7 @@ class Landscape:
 
 
 @command("noise-scale", runs="paceline_advisor.tuning.noise_scale:measure_noise", group="Study", place=2)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class NoiseScale:
     """Measure the gradient noise scale: how large a batch still pays.
 
@@ -719,7 +720,7 @@ class NoiseScale:
 
 
 @command("sweep-batch", runs="paceline_advisor.tuning.batch_sweep:sweep_batch", group="Study", place=3)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class SweepBatch:
     """Train to a target with several batch sizes; fit where larger ones stop paying.
 
@@ -766,7 +767,7 @@ class SweepBatch:
     group="Advise",
     place=3,
 )
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Tune:
     """Search for better recipe values with Optuna; each trial is a run.
 
@@ -795,7 +796,7 @@ class Tune:
 
 
 @command("roofline", runs="paceline_advisor.roofline.study:roofline", group="Study", place=1)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Roofline:
     """Compare a training step with a device's limits, layer by layer.
 

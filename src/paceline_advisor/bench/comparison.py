@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,8 @@ from paceline.records.events import for_display
 from paceline.records.reader import read_environment, read_events, read_recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.report.html.runs import flattened
+from paceline_advisor import frozen
+from paceline_advisor.as_json import as_json
 
 Verdict = Literal["slower", "no slower", "faster", "not enough evidence", "not comparable"]
 
@@ -38,7 +40,7 @@ _MOST_SHOWN = 5
 _OF_ENVIRONMENT = ("cpu", "platform", "python", "versions", "device_name", "torch", "cuda")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Line:
     """One common measurement.
 
@@ -54,12 +56,8 @@ class Line:
     verdict: Verdict
     note: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the line as one JSON object."""
-        return asdict(self) | {"slower": None if self.slower is None else self.slower.to_json()}
 
-
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Comparison:
     """Two results side by side.
 
@@ -89,8 +87,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as one JSON object."""
-        lines = [line.to_json() for line in self.lines]
-        return asdict(self) | {"regressed": self.regressed, "undecided": self.undecided, "lines": lines}
+        return {**as_json(vars(self)), "regressed": self.regressed, "undecided": self.undecided}
 
 
 # Lists of seconds, one per launch; or why nothing was measured.

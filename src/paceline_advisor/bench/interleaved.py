@@ -33,6 +33,7 @@ from paceline.recipe.running import Profile
 from paceline.recipe.schema import Recipe
 from paceline.telemetry.meter import WARMUP_STEPS
 from paceline.units import Duration, TimeSpan
+from paceline_advisor import frozen
 from paceline_advisor.apply import with_values
 from paceline_advisor.bench.interleaved_process import WorkerConfig, command_line
 from paceline_advisor.launches import check_alone
@@ -52,7 +53,7 @@ _EXIT_SECONDS = 10.0
 _CAUSE_SECONDS = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Variant:
     """One thing to measure.
 
@@ -68,7 +69,7 @@ class Variant:
     processes: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Round:
     """One block of steps.
 

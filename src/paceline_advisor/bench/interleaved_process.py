@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from paceline.trainer.step import micro_batches
 from paceline.trainer.subject import Options
 from paceline.trainer.train import opened_run
 from paceline.world import World
+from paceline_advisor import frozen
 from paceline_advisor.bench.energy import EnergyCounter
 from paceline_advisor.forwarding import PassesOn
 
@@ -41,7 +42,7 @@ _LOOK_SECONDS = 0.2
 _TRIES = 50
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class WorkerConfig:
     """A process's settings.
 

@@ -12,7 +12,6 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from paceline.references import is_code_trusted
 from paceline.trainer.network import build_network
 from paceline.trainer.subject import Subject
 from paceline.world import World
+from paceline_advisor import frozen
 from paceline_advisor.bench.energy import EnergyCounter
 from paceline_advisor.commands import Bench
 
@@ -52,7 +52,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 Answer = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class _MeasuredNetwork:
     """A network that answers queries on one device.
 

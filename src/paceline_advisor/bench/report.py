@@ -32,6 +32,7 @@ from paceline.records.run_directory import make_folder, write_json, write_text
 from paceline.trainer.subject import Subject
 from paceline.units import format_bytes
 from paceline.world import World
+from paceline_advisor import frozen
 from paceline_advisor.bench.comparison import FILE, FORMAT, compare
 from paceline_advisor.bench.interleaved import Measurement, Part, Variant, run_interleaved
 from paceline_advisor.bench.latency import measure_latency
@@ -206,7 +207,7 @@ def _statistics(successful: list[Measurement], facts: Mapping[str, Any]) -> dict
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class BenchReport:
     """The result of one benchmark.
 

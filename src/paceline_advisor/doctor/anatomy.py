@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from paceline.data.batch import Batch, tensors_in
 from paceline.models.flops import WorkCounter
+from paceline_advisor import frozen
 from paceline_advisor.doctor.findings import Place
 
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
@@ -25,7 +26,7 @@ BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
 Kind = Literal["linear", "convolution", "recurrent", "recurrent cell"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Layer:
     """A module that multiplies matrices, in one forward pass.
 
@@ -121,7 +122,7 @@ def _measured(name: str, module: nn.Module, arguments: tuple[Any, ...], result: 
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Anatomy:
     """Properties of a network that the checks need.
 

@@ -39,6 +39,7 @@ from paceline.trainer.process_settings import restore_globals
 from paceline.trainer.subject import Subject
 from paceline.units import Duration
 from paceline.world import World
+from paceline_advisor import frozen
 from paceline_advisor.apply import QUIET, with_values
 from paceline_advisor.doctor.anatomy import Anatomy, observe_network
 from paceline_advisor.doctor.findings import Place
@@ -293,7 +294,7 @@ def find_line(files: Iterable[str], pattern: str) -> Place | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Loader:
     """A DataLoader created by the user's code.
 

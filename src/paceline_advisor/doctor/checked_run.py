@@ -16,6 +16,7 @@ from paceline.errors import RecipeError
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
 from paceline.world import World
+from paceline_advisor import frozen
 from paceline_advisor.doctor.anatomy import Anatomy, Layer
 from paceline_advisor.doctor.behaviour import Calls, Loader
 from paceline_advisor.doctor.findings import TUNING, Advice, Finding, Keeps, Place, Severity
@@ -25,7 +26,7 @@ from paceline_advisor.memory.job import machine_for, predicted
 _UNITS = {"tf32": (4, 32), "fp16": (8, 64), "bf16": (8, 64), "fp8": (16, 128)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Target:
     """A device that a run is checked for.
 
@@ -91,7 +92,7 @@ def choose_target(name: str | None, recipe: Recipe, *, processes: int = 1) -> Ta
 _OVER_THE_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class MemoryShortage:
     """A step that does not fit.
 
@@ -132,7 +133,7 @@ def memory_shortage(recipe: Recipe, target: Target, world: World) -> MemoryShort
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class CheckedRun:
     """Everything that the checks know about a run.
 

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
 from paceline.trainer.subject import Subject
 from paceline.world import World
+from paceline_advisor import frozen
 from paceline_advisor.apply import write_new
 from paceline_advisor.bench.interleaved import Measurement, run_interleaved
 from paceline_advisor.commands import Doctor
@@ -46,7 +47,7 @@ _KEPT = {"same": "", "rounding": " [rounds differently]", "training": " [changes
 _MOST_PLACES = 5
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Improved:
     """The outcome of writing an improved recipe.
 
@@ -76,7 +77,7 @@ class Improved:
         yield from (f"  {line}" for line in self.lines)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Diagnosis:
     """Result of the doctor.
 

@@ -16,6 +16,7 @@ from typing import Any
 from paceline.errors import PacelineError, TrainingError
 from paceline.records.reader import read_events, read_json, strip_timings
 from paceline.records.run_directory import RunDirectory
+from paceline_advisor import frozen
 from paceline_advisor.launches import Launch, OverdueError, last_step, said
 
 _COMPARED = ("status", "step", "epoch", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger")
@@ -28,7 +29,7 @@ class SkippedError(Exception):
     """This fault cannot be injected here; the message says why."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RestartOptions:
     """How the run is started again; by default as before."""
 
@@ -60,7 +61,7 @@ class FaultedRun:
     steps_again: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class DrillContext:
     """Settings for disturbed runs of one recipe.
 

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from paceline.pages.shown import Shown
 from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
+from paceline_advisor import frozen
 from paceline_advisor.commands import Drill
 from paceline_advisor.drill.context import DrillContext, SkippedError
 from paceline_advisor.drill.faults import Perform, all_faults
@@ -32,7 +33,7 @@ _SHORTEST_LIMIT_SECONDS = 180.0
 Result = Literal["pass", "FAIL", "skipped"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Trial:
     """The outcome of one fault.
 
@@ -70,7 +71,7 @@ class Trial:
         return (self.fault, self.result, self.exit_code, repeated, seconds, lost, self.message[:100])
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class DrillReport:
     """The whole fault matrix."""
 

@@ -27,6 +27,7 @@ from paceline.errors import PacelineError, did_you_mean
 from paceline.metrics import critical_batch
 from paceline.models import roofline
 from paceline.pages.shown import Shown
+from paceline_advisor import frozen
 from paceline_advisor.commands import Formulas
 
 _SOURCE = "Source:"
@@ -45,7 +46,7 @@ _UNITS_OF_AMOUNTS = ("bytes", "bytes_moved", "bytes_per_element", "seconds", "pe
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Formula:
     """One formula: a function with its description.
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paceline_advisor import frozen
+
 # The loss has decreased if the mean of a few consecutive losses is more than this many standard errors below the mean
 # of all earlier ones.
 _SURE = 3.5
@@ -36,7 +38,7 @@ class Rule:
     smooth: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Suggestion:
     """One rule's suggestion.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -35,6 +34,7 @@ from paceline.tasks.task import Task, build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, open_saved, scoring_task, trained_network
 from paceline.trainer.subject import Subject
 from paceline.world import World
+from paceline_advisor import frozen
 from paceline_advisor.commands import Landscape
 
 # Minimum number of checkpoints for a trajectory.
@@ -226,7 +226,7 @@ class NoSecondDerivativeError(PacelineError):
     """A loss whose curvature cannot be computed."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class OpenedRun:
     """One run under study.
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from paceline.pages.shown import Shown
 from paceline.plan.rates import lr_factor
 from paceline.trainer.precision import set_float32_matmul
 from paceline.trainer.process_settings import restore_torch_settings
+from paceline_advisor import frozen
 from paceline_advisor.commands import Landscape
 from paceline_advisor.formulas.network import loss_barrier
 from paceline_advisor.landscape import measures
@@ -56,7 +57,7 @@ _NORMS = {
 _WIDE = 50.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Trajectory:
     """A run's path, in the plane that captures most of it.
 
@@ -73,7 +74,7 @@ class Trajectory:
     surface: Surface
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RunLandscape:
     """One run.
 
@@ -113,7 +114,7 @@ class RunLandscape:
     curvature: Eigenvalue | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Line:
     """The straight line from the first run's weights (0) to the second's (1).
 
@@ -135,7 +136,7 @@ class Line:
         return "; ".join(said)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class LandscapeReport:
     """The whole result.
 

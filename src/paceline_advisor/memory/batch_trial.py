@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import cast
 
@@ -25,6 +25,7 @@ from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.fake_batch import fixed_batch, largest_micro_batch, one_batch
 from paceline.world import World
+from paceline_advisor import frozen
 from paceline_advisor.forwarding import PassesOn, forwarded
 
 REFERENCE = "paceline_advisor.memory.batch_trial:task"
@@ -33,7 +34,7 @@ _FEW = 2
 _LOOKED_AT = 16  # number of held-out samples of which the largest is used; the first of equal ones
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class TrialConfig:
     """Settings of a trial.
 

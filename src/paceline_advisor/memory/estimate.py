@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from paceline.cli.options import choose_processes
@@ -22,16 +22,17 @@ from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep
 from paceline.units import format_bytes, format_count
+from paceline_advisor import frozen
 from paceline_advisor.apply import with_values
+from paceline_advisor.as_json import as_json
 from paceline_advisor.commands import Estimate
+from paceline_advisor.memory.allocations import unknown_kernels
 from paceline_advisor.memory.allocator import Settings
-from paceline_advisor.memory.job import MOST, Job, allocator_settings, machine_for, predicted
-from paceline_advisor.memory.kernels import unknown_kernels
-from paceline_advisor.memory.replay import Peak, peak_of
+from paceline_advisor.memory.job import MOST, Job, Peak, allocator_settings, machine_for, peak_of, predicted
 from paceline_advisor.memory.trace import EVALUATION, Steps, trace_step, trace_steps
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Saving:
     """A change of the recipe and its memory.
 
@@ -90,7 +91,7 @@ def _only_its_own(step: FakeStep) -> Steps:
     return Steps(trace, trace, lambda _: trace)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Verdict:
     """The parallel strategy of a run.
 
@@ -149,7 +150,7 @@ _HALVINGS, _DOUBLINGS = 3, 2
 _ROUGHLY = 16
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Size:
     """Memory of a micro-batch of another size.
 
@@ -166,7 +167,7 @@ class Size:
     fits: bool | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Fit:
     """The largest micro-batch that fits on a device.
 
@@ -182,7 +183,7 @@ class Fit:
     largest: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class MemoryEstimate:
     """Memory of a run per process.
 
@@ -240,7 +241,7 @@ class MemoryEstimate:
     def to_json(self) -> dict[str, Any]:
         """Return the estimate as one JSON object."""
         plan = self.plan
-        return {
+        document = {
             "recipe": self.recipe,
             "device": self.device,
             "memory_bytes": self.memory,
@@ -254,19 +255,20 @@ class MemoryEstimate:
             "left_bytes": self.left,
             "fits": self.fits,
             "outside_bytes": self.outside,
-            "peak": self.peak.to_json(),
+            "peak": self.peak,
             "evaluation_batch": self.plan.evaluation_batch_size if EVALUATION in self.peak.parts else None,
-            "allocator": vars(self.allocator),
-            "sizes": [vars(each) for each in self.sizes],
+            "allocator": self.allocator,
+            "sizes": self.sizes,
             "largest_micro_batch": self.largest,
             "micro_size": self.micro_size,
             "verified": self.verified,
-            "devices": [vars(each) for each in self.devices],
-            "savings": [vars(each) for each in self.savings],
-            "verdict": vars(self.verdict),
+            "devices": self.devices,
+            "savings": self.savings,
+            "verdict": self.verdict,
             "notices": self.notices,
             "seconds": self.seconds,
         }
+        return dict(as_json(document))
 
     def __paceline__(self) -> Shown:
         """Show the step and its peak, other sizes and devices, savings and the verdict."""

@@ -32,6 +32,7 @@ from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.memory import peak_private_of
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.units import Duration, format_bytes, format_count, format_seconds
+from paceline_advisor import frozen
 from paceline_advisor.apply import QUIET, with_values, write_new
 from paceline_advisor.commands import FindBatch
 from paceline_advisor.launches import Launch, check_alone, said
@@ -49,7 +50,7 @@ _REFUSED = (
 _TINY_RATE = 1e-9
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Trial:
     """A trial of one size.
 
@@ -213,7 +214,7 @@ def shortened(recipe: Recipe, micro_batch: int, global_size: int) -> Recipe:
 _ROUGHLY = 16
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class FoundBatch:
     """Result of the search.
 

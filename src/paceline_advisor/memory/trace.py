@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain, pairwise
 
@@ -19,8 +19,8 @@ from torch import Tensor
 from paceline.data.batch import Batch, tensors_in
 from paceline.errors import ModelError
 from paceline.trainer.fake_step import FakeStep
-from paceline_advisor.memory.allocations import Allocation, AllocationTrace, KernelMemory
-from paceline_advisor.memory.kernels import cpu_workspace, gpu_workspace
+from paceline_advisor import frozen
+from paceline_advisor.memory.allocations import Allocation, AllocationTrace, KernelMemory, cpu_workspace, gpu_workspace
 
 Scored = Callable[[AllocationTrace], None]
 """Appends an evaluation's storages to the trace of any step of the same run."""
@@ -36,7 +36,7 @@ _SMALLEST = 2
 _MANY_MORE = 1.2
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class StepTrace:
     """The storages of a run's steps and of its evaluation.
 

@@ -26,12 +26,13 @@ from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Model, Task, build_task
 from paceline.world import World
+from paceline_advisor import frozen
 from paceline_advisor.forwarding import PassesOn, forwarded
 
 Verdict = Literal["passed", "failed", "not applicable"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Check:
     """A comparison and its result.
 
@@ -84,7 +85,7 @@ def named(names: list[str], most: int = 4) -> str:
 CONFIG_VARIABLE = "PACELINE_PROVE"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RecorderConfig:
     """Settings of a recorder.
 
@@ -179,7 +180,7 @@ class Notes:
         return TypeAdapter(cls).validate_json(path.read_bytes())
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ObservedRun:
     """A finished run.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from torch import nn
@@ -22,6 +22,7 @@ from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.subject import Options
 from paceline.trainer.train import train_recipe
 from paceline.units import Duration
+from paceline_advisor import frozen
 from paceline_advisor.apply import QUIET, with_values
 from paceline_advisor.launches import Launch, OverdueError, said
 from paceline_advisor.prove.recorder import CONFIG_VARIABLE, REFERENCE, ObservedRun, Recorder, RecorderConfig
@@ -108,7 +109,7 @@ _MICRO_BATCHES = (4, 3, 2, 1)
 _TINY_RATE = 1e-3
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Sizes:
     """Sizes of the short runs.
 
@@ -235,7 +236,7 @@ def shortened(
     return with_values(base, short)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Runner:
     """Runs one recipe in several ways.
 

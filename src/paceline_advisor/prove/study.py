@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,18 @@ from paceline.processes import can_find_descendants
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.trainer.subject import Subject
 from paceline.world import World
+from paceline_advisor import frozen
 from paceline_advisor.commands import Prove
 from paceline_advisor.launches import check_alone
 from paceline_advisor.prove.checks import CHECKS
-from paceline_advisor.prove.evidence import Evidence, NumericsProbe, probe_numerics
+from paceline_advisor.prove.evidence import Evidence, NumericsProbe, PlainLoop, probe_numerics
 from paceline_advisor.prove.recorder import Check, ObservedRun, named
-from paceline_advisor.prove.reference import PlainLoop
 from paceline_advisor.prove.runs import Runner, Sizes, portable, shortened, unproved_settings, unused
 
 _MOST_SCORED = 500
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ProveReport:
     """Result of a proof of a recipe.
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -28,14 +27,16 @@ from paceline.plain_json import load_json
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
+from paceline_advisor import frozen
 from paceline_advisor.apply import with_values
+from paceline_advisor.as_json import as_json
 from paceline_advisor.commands import Roofline
 from paceline_advisor.formulas.network import Tiling, aligned_sizes, alignment_bytes_multiple, best_tiling, better_sizes
 
 _OF_LAYERS = ("forward", "dgrad", "wgrad", "recompute")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class LayerBound:
     """A layer in one phase of a step.
 
@@ -107,7 +108,7 @@ _CLEARLY = 1.1
 _NARROW = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Dimension:
     """One size of a layer that the user can choose.
 
@@ -128,7 +129,7 @@ class Dimension:
     aligned: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ShapeFinding:
     """One product of a layer.
 
@@ -205,7 +206,7 @@ def _dimensions(product: Product, width: int) -> Iterator[Dimension]:
 _FEW = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class LowIntensity:
     """Convolutions with few channels per group, and their cost.
 
@@ -241,7 +242,7 @@ def _product_row(found: ShapeFinding) -> tuple[str, ...]:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RooflineReport:
     """Result of the analysis; times are lower bounds for one optimizer step of one process.
 
@@ -440,8 +441,8 @@ class RooflineReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
-        low, device = self.low_intensity, self.device
-        return {
+        device = self.device
+        document = {
             "recipe": self.recipe,
             "model": self.model,
             "device": {
@@ -467,12 +468,13 @@ class RooflineReport:
             "best_mfu": self.best_mfu,
             "best_fused_mfu": self.best_fused_mfu,
             "phases": self.phases(),
-            "layers": [asdict(each) for each in self.layers],
-            "shapes": [asdict(each) for each in self.shapes],
-            "low_intensity": None if low is None else asdict(low),
-            "uncounted": [asdict(each) for each in self.found.uncounted],
+            "layers": self.layers,
+            "shapes": self.shapes,
+            "low_intensity": self.low_intensity,
+            "uncounted": self.found.uncounted,
             "notices": self.notices,
         }
+        return dict(as_json(document))
 
 
 _SIZE = 1536

@@ -7,7 +7,7 @@ computes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from paceline.trainer.fake_step import fake_step
 from paceline.trainer.network import count_parameters
 from paceline.trainer.subject import Subject
 from paceline.world import World
+from paceline_advisor import frozen
 from paceline_advisor.formulas.parallel_step import Gradient, Launches, Network, Unit
 from paceline_advisor.scaling.room import Share, of_one_process
 
@@ -38,7 +39,7 @@ _SENT_BYTES = {"none": 4, "bf16": 2, "fp16": 2}
 _TRIED = 2  # samples: BatchNorm needs more than one
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ScaledRun:
     """The network and data to be trained.
 

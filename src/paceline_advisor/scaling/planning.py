@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from paceline.command import Log
@@ -17,10 +17,11 @@ from paceline.plan.rates import lr_factor
 from paceline.plan.strategy import choose_automatically
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
+from paceline_advisor import frozen
+from paceline_advisor.as_json import as_json
 from paceline_advisor.clusters import find_cluster
 from paceline_advisor.commands import Plan
-from paceline_advisor.scaling.here import cluster_here
-from paceline_advisor.scaling.room import Room, rooms
+from paceline_advisor.scaling.room import Room, cluster_here, rooms
 from paceline_advisor.scaling.study import MOST_HERE, Row, ScaleReport, Scaling, shown_hours
 
 LARGEST_WITHOUT_LOSS = 8192
@@ -36,7 +37,7 @@ _COLUMNS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Choice:
     """A candidate number of GPUs.
 
@@ -117,7 +118,7 @@ class Choice:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class TrainingPlan:
     """Result of the planning.
 
@@ -143,20 +144,21 @@ class TrainingPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
-        return {
-            "chosen": None if self.chosen is None else self.chosen.to_json(),
-            "nearest": self.nearest.to_json(),
+        document = {
+            "chosen": self.chosen,
+            "nearest": self.nearest,
             "why": self.why,
             "faster": self.faster,
-            "choices": [each.to_json() for each in self.choices],
+            "choices": self.choices,
             "recipe_global_batch": self.recipe_batch,
             "recipe_learning_rate": self.recipe_lr,
             "basis": self.report.basis,
             "is_bound": self.report.is_bound,
             "cluster": self.report.cluster.name,
-            "price_per_gpu_hour": self.report.price,
+            "price_per_gpu_hour": self.report.price_per_gpu_hour,
             "notices": self.report.notices,
         }
+        return dict(as_json(document))
 
     def __paceline__(self) -> Shown:
         """Show every number of GPUs tried, and details of the chosen or closest one."""
@@ -221,7 +223,7 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
         notices = (f"it is unknown whether a batch fits into memory: {error}",)
     scaling.shares = {size: found[size].share if size in found else share for size, share in scaling.shares.items()}
     report = scaling.report()
-    if options.budget is not None and report.price is None:
+    if options.budget is not None and report.price_per_gpu_hour is None:
         raise RecipeError(f"--budget needs a price, and {report.cluster.title} has none; give --price-per-gpu-hour.")
     choices = []
     recipe_batch = min(recipe.batch.global_size, scaling.subject.samples)
@@ -246,7 +248,7 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
             )
         )
     fitting = [each for each in choices if each.has_room and each.excess(options) <= 1]
-    timed, priced = options.deadline_hours is not None, report.price is not None
+    timed, priced = options.deadline_hours is not None, report.price_per_gpu_hour is not None
     best = min(fitting, key=lambda each: (each.high_gpu_hours * timed, each.high_hours), default=None)
     possible = [each for each in choices if each.has_room] or choices
     nearest = best or min(possible, key=lambda each: each.excess(options))

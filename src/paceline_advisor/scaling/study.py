@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from paceline.command import Log
@@ -20,6 +20,8 @@ from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.registry import load
 from paceline.units import format_seconds
+from paceline_advisor import frozen
+from paceline_advisor.as_json import as_json
 from paceline_advisor.clusters import Cluster, Link, find_cluster
 from paceline_advisor.commands import Scale
 from paceline_advisor.formulas.parallel_step import (
@@ -35,12 +37,20 @@ from paceline_advisor.formulas.parallel_step import (
 )
 from paceline_advisor.formulas.scaling import Fabric
 from paceline_advisor.launches import check_alone
-from paceline_advisor.scaling.here import cluster_here, is_here, measure, probe
 from paceline_advisor.scaling.network import ScaledRun, describe
-from paceline_advisor.scaling.room import Share, in_passes, least_steps, shares_of
+from paceline_advisor.scaling.room import (
+    Share,
+    cluster_here,
+    in_passes,
+    is_here,
+    least_steps,
+    measure,
+    probe,
+    shares_of,
+)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Loop:
     """What a training loop asks of its host.
 
@@ -80,7 +90,7 @@ MOST_HERE = 16
 _ROUNDS = 5
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Row:
     """The prediction for one size and strategy.
 
@@ -127,12 +137,12 @@ class Row:
             "hours": self.hours,
             "paid_devices": self.paid,
             "cost": self.cost,
-            "measured_samples_per_second": None if self.measured is None else self.measured.to_json(),
+            "measured_samples_per_second": self.measured,
             "error": self.error,
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ScaleReport:
     """Result of the prediction.
 
@@ -144,7 +154,7 @@ class ScaleReport:
         precision: The precision.
         parameters: Number of the network's trained parameters.
         rows: One row per size and strategy.
-        price: Dollars per device and hour.
+        price_per_gpu_hour: Dollars, if known.
         notices: Assumptions.
     """
 
@@ -155,22 +165,12 @@ class ScaleReport:
     precision: str
     parameters: int
     rows: tuple[Row, ...]
-    price: float | None
+    price_per_gpu_hour: float | None
     notices: tuple[str, ...] = field(default_factory=tuple)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        return {
-            "recipe": self.recipe,
-            "cluster": asdict(self.cluster),
-            "basis": self.basis,
-            "is_bound": self.is_bound,
-            "precision": self.precision,
-            "parameters": self.parameters,
-            "price_per_gpu_hour": self.price,
-            "rows": [row.to_json() for row in self.rows],
-            "notices": self.notices,
-        }
+        return dict(as_json(vars(self)))
 
     def __paceline__(self) -> Shown:
         """Show each size and strategy with its rate, range, hours and cost."""
@@ -386,7 +386,7 @@ class Scaling:
             precision=self.precision,
             parameters=self.subject.numbers.trained,
             rows=tuple(rows),
-            price=price,
+            price_per_gpu_hour=price,
             notices=tuple(notices),
         )
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,9 @@ from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import write_text
 from paceline.trainer.subject import Subject
 from paceline.world import World
+from paceline_advisor import frozen
 from paceline_advisor.apply import QUIET, with_values
+from paceline_advisor.as_json import as_json
 from paceline_advisor.bench.target import Target, TargetRun, one_run
 from paceline_advisor.commands import SweepBatch
 from paceline_advisor.formulas.batch_law import BatchLaw, SweepPoint, fit_batch_law, why_no_law
@@ -40,7 +42,7 @@ Rule = Literal["constant", "linear", "sqrt", "tuned"]
 _TUNED = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class SweepRun:
     """One run of a sweep.
 
@@ -269,7 +271,7 @@ _STEPS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class BatchRow:
     """The cost of a batch size under a rule.
 
@@ -296,11 +298,10 @@ class BatchRow:
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as one JSON object."""
-        steps = None if self.steps is None else self.steps.to_json()
-        return {**asdict(self), "steps": steps, "samples": self.samples}
+        return {**vars(self), "samples": self.samples}
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RuleResult:
     """Results of a rule.
 
@@ -322,13 +323,13 @@ class RuleResult:
         """Return the result as one JSON object."""
         return {
             "rule": self.rule,
-            "batches": [each.to_json() for each in self.rows],
-            "law": None if self.law is None else self.law.to_json(),
+            "batches": self.rows,
+            "law": self.law,
             "why_no_law": self.why or None,
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Swept:
     """The measured runs, and what they show.
 
@@ -360,14 +361,15 @@ class Swept:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as one JSON object."""
-        return {
+        document = {
             "recipe": self.loaded.name,
             "target": f"{self.target.metric}={self.target.value:g}",
             "seeds": self.options.seeds,
-            "rules": [each.to_json() for each in self.rules],
+            "rules": self.rules,
             "notes": list(self.notes()),
-            "runs": [asdict(self.runs[key]) for key in sorted(self.runs)],
+            "runs": [self.runs[key] for key in sorted(self.runs)],
         }
+        return dict(as_json(document))
 
     def __paceline__(self) -> Shown:
         """Return a table for each rule, and the law as charts."""

@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,9 @@ from paceline.trainer.step import micro_batches
 from paceline.trainer.subject import Options, resumed_recipe
 from paceline.trainer.train import opened_run
 from paceline.trainer.warmup import FP16_SCALE, GradientProbe
+from paceline_advisor import frozen
 from paceline_advisor.apply import with_values
+from paceline_advisor.as_json import as_json
 from paceline_advisor.commands import NoiseScale
 
 # Default number of micro-batches per step: each additional one helps less.
@@ -50,7 +52,7 @@ _PARTS = 4
 _FEW = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class NoisePoint:
     """The measurement at one set of weights.
 
@@ -71,14 +73,14 @@ class NoisePoint:
         return {
             "step": self.step,
             "steps_measured": self.steps,
-            "noise_scale": None if found is None else found.to_json(),
+            "noise_scale": found,
             "critical_batch": {"low": low, "high": high},
             "gradient_variance": self.averages.mean_variance,
             "gradient_square": self.averages.mean_square,
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class NoiseReport:
     """The whole result.
 
@@ -114,8 +116,7 @@ class NoiseReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as one JSON object."""
-        facts = {key: value for key, value in vars(self).items() if key != "points"}
-        return {**facts, "points": [each.to_json() for each in self.points], "costs": self.costs()}
+        return {**as_json(vars(self)), "costs": self.costs()}
 
     def __paceline__(self) -> Shown:
         """Return the table of all points, and a chart over training."""

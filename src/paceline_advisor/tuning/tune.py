@@ -12,7 +12,6 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from paceline.trainer.run_dir_checks import RunLock
 from paceline.trainer.subject import Subject
 from paceline.units import format_count
 from paceline.world import World
+from paceline_advisor import frozen
 from paceline_advisor.bench.target import Target, TargetRun, train
 from paceline_advisor.commands import Tune
 from paceline_advisor.launches import check_can_watch
@@ -248,7 +248,7 @@ def _value_of(evaluation: Mapping[str, Any], target: Target) -> float:
     return worst if value is None else float(value)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class TuneReport:
     """All trials of a search.
 
