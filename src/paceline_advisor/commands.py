@@ -33,12 +33,21 @@ from paceline.units import Duration, TimeSpan, parse_bytes
 from paceline_advisor import frozen
 from paceline_advisor.apply import check_new
 
+
+@frozen
+class RecipeCommand:
+    """A command on a recipe."""
+
+    recipe: RecipeName
+    overrides: Overrides = ()
+
+
 # ------------------------------------------------------------------------------------------------ before a run
 
 
 @command("estimate", runs="paceline_advisor.memory.estimate:estimate", group="Before a run", place=0)
 @frozen
-class Estimate:
+class Estimate(RecipeCommand):
     """Estimate training memory on any GPU, whether or not you have it.
 
     It shows the memory of steps and evaluation by cause, and which batches fit which GPUs. The steps run on
@@ -53,8 +62,6 @@ class Estimate:
       paceline estimate digits --device cpu --json
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     device: Annotated[
         str | None, Shape(metavar="NAME"), "A known GPU (h100, a100-80gb, …) or cpu (default: what a run would use)."
     ] = None
@@ -68,7 +75,7 @@ class Estimate:
 
 @command("find-batch", runs="paceline_advisor.memory.find_batch:find_batch", group="Advise", place=2)
 @frozen
-class FindBatch:
+class FindBatch(RecipeCommand):
     """Find the largest micro-batch that fits, by trying.
 
     A size fits if it survives two whole steps and an evaluation on all ranks. Sizes are doubled and then bisected; each
@@ -81,8 +88,6 @@ class FindBatch:
       paceline find-batch digits --processes 2 --memory 1GiB --apply smaller.yaml
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     processes: Annotated[
         int | None,
         Ge(1),
@@ -180,11 +185,9 @@ class FindLr(Sweep):
 
 
 @frozen
-class Cluster:
+class Cluster(RecipeCommand):
     """Options of `scale` and `plan`: the cluster, and the speed of one device on it."""
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     batch_per_gpu: Annotated[
         int | None,
         Ge(1),
@@ -350,7 +353,7 @@ class Formulas:
 
 @command("doctor", runs="paceline_advisor.doctor.study:diagnose", group="Advise", place=0)
 @frozen
-class Doctor:
+class Doctor(RecipeCommand):
     """Find what limits a run's speed, and measure each change.
 
     RECIPE may be a run directory. The doctor examines the recipe and its plan, the network's modules on fake tensors,
@@ -366,8 +369,6 @@ class Doctor:
       paceline doctor mine.yaml data.workers=4 --measure --apply better.yaml
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     device: Annotated[
         str | None,
         Shape(metavar="NAME"),
@@ -411,7 +412,7 @@ def _batch_size(word: str) -> int:
     "recipe", runs="paceline_advisor.bench.report:bench", files=("benchmark.json", "benchmark.md", "benchmark.html")
 )
 @frozen
-class Bench:
+class Bench(RecipeCommand):
     """Measure how fast a recipe trains or answers, and compare.
 
     Training is measured over batch sizes, devices, precisions and back-ends. Each combination is a separate run in a
@@ -433,8 +434,6 @@ class Bench:
       paceline bench compare before after
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     batch_sizes: Annotated[
         tuple[int, ...],
         Shape(metavar="N,...", parse=_batch_size, without=("to",)),
@@ -535,7 +534,7 @@ def bench() -> click.Group:
 
 @command("prove", runs="paceline_advisor.prove.study:prove", group="Verify", place=1)
 @frozen
-class Prove:
+class Prove(RecipeCommand):
     """Prove that a recipe computes what it says, also with your own code.
 
     The recipe is trained for a few steps in several ways and compared with plain PyTorch. One process with one batch a
@@ -551,14 +550,12 @@ class Prove:
       paceline prove image_folder data.path=photos --json
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     processes: Annotated[int, Ge(1), "Compare with a run of N processes; 1 skips this."] = 2
 
 
 @command("drill", runs="paceline_advisor.drill.study:drill", group="Verify", place=2)
 @frozen
-class Drill:
+class Drill(RecipeCommand):
     """Kill and disturb runs of a recipe, and check that nothing is lost.
 
     Short runs are killed, stopped, starved and damaged, and each is compared with an undisturbed one. Everything
@@ -573,8 +570,6 @@ class Drill:
       paceline drill digits --only kill-all,disk-full --keep
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     processes: Annotated[int, Ge(1), "Ranks of a run."] = 1
     steps: Annotated[int, Ge(1), "Length of a run."] = 40
     only: Annotated[tuple[str, ...], Shape(metavar="NAME[,NAME]..."), "Try these faults only."] = ()
@@ -721,7 +716,7 @@ class NoiseScale:
 
 @command("sweep-batch", runs="paceline_advisor.tuning.batch_sweep:sweep_batch", group="Study", place=3)
 @frozen
-class SweepBatch:
+class SweepBatch(RecipeCommand):
     """Train to a target with several batch sizes; fit where larger ones stop paying.
 
     Each run trains in a scratch directory until the first evaluation that meets the target. Up to
@@ -738,8 +733,6 @@ class SweepBatch:
           --lr-rules linear,sqrt --output sweep
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     batch_sizes: Annotated[tuple[int, ...], Ge(1), Shape(required=True, metavar="N,..."), "Global batch sizes."]
     to: Annotated[str, Shape(required=True, metavar="METRIC=VALUE"), "The target, for example top1_accuracy=94."]
     lr_rules: Annotated[
@@ -768,7 +761,7 @@ class SweepBatch:
     place=3,
 )
 @frozen
-class Tune:
+class Tune(RecipeCommand):
     """Search for better recipe values with Optuna; each trial is a run.
 
     FILE maps recipe keys to a list of choices, or to {low: A, high: B}, with log: true or step: C if wanted:
@@ -787,8 +780,6 @@ class Tune:
       paceline tune image_folder data.path=photos --search search.yaml --trials 40 --output runs/tune-photos
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     search: Annotated[Path, Shape(required=True, metavar="FILE", path="local"), "Search space, as YAML."]
     trials: Annotated[int, Ge(1), "Trials in total, including earlier ones."] = 20
     processes: Annotated[int, Ge(1), "Ranks of each run."] = 1
@@ -797,7 +788,7 @@ class Tune:
 
 @command("roofline", runs="paceline_advisor.roofline.study:roofline", group="Study", place=1)
 @frozen
-class Roofline:
+class Roofline(RecipeCommand):
     """Compare a training step with a device's limits, layer by layer.
 
     The step runs on fake tensors: nothing is computed and no data is read. Times are lower bounds per operator, so a
@@ -809,8 +800,6 @@ class Roofline:
       paceline roofline digits --device cpu --json
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     device: Annotated[
         str | None,
         Shape(metavar="NAME"),
