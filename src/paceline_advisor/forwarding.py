@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from paceline.tasks.task import Task
+
 
 def forwarded(name: str) -> Callable[..., Any]:
     """Return a method that calls the same method of the object's ``task``."""
@@ -13,6 +15,16 @@ def forwarded(name: str) -> Callable[..., Any]:
         return getattr(self.task, name)(*arguments, **options)
 
     return forward
+
+
+class StandIn(Task):
+    """A task that stands for another one, ``task``."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task.recipe)
+        self.task = task
+        self.metrics, self.headline, self.unit = task.metrics, task.headline, task.unit
+        self.gives_scores = task.gives_scores
 
 
 class PassesOn:

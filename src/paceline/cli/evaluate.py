@@ -95,8 +95,8 @@ class Evaluate:
             return 1  # whatever the recipe says, so it need not be read
         from paceline.checkpoint.weights import read_weights
 
-        saved = read_weights(self.target, self.weights, best=self.best)
-        return usable_gpus(saved.recipe(self.overrides).parallel.device)
+        recipe = read_weights(self.target, self.weights, best=self.best).recipe(self.overrides)
+        return usable_gpus(recipe.parallel.device)
 
     def run(self, _: Log) -> Result:
         """Score the weights; a collective of all ranks."""

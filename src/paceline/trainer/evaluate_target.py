@@ -178,7 +178,7 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
                 keep=KeepOptions(weights=saved.weights),
             )
             with turn:
-                reports.append(_score(request, saved, evaluator, network, recipe.data, facts.left_out))
+                reports.append(_score(request, saved, evaluator, network, recipe.data, facts))
     return reports
 
 
@@ -188,7 +188,7 @@ def _score(
     evaluator: Evaluator,
     network: nn.Module,
     data: Data,
-    left_out: tuple[str, ...],
+    facts: DataFacts,
 ) -> EvaluationReport:
     started = time.perf_counter()
     task = evaluator.task
@@ -224,7 +224,7 @@ def _score(
         confusion=evaluation.artifacts.confusion,
         no_confusion=evaluation.artifacts.failure,
         not_finite=not_finite(task, metrics),
-        left_out=left_out,
+        left_out=facts.left_out,
         per_class=next((rows for rows in map(details.get, _PER_CLASS) if rows), ()),
     )
 

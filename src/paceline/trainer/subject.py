@@ -224,9 +224,7 @@ class Subject(contextlib.ExitStack[bool | None]):
         recipe, world, task = self.recipe, self.world, self.task
         if trains and (recipe.train.deterministic or recipe.parallel.exact):
             reserve_deterministic_workspace()
-        if machine is None:
-            machine = self._use_device(as_run=as_run or trains)
-        self.machine = machine
+        self.machine = machine = machine or self._use_device(as_run=as_run or trains)
         if task.is_own:
             reason = f"{task_name(task)} is your own code, computed as written unless you set bf16"
             machine = without_bf16(machine, reason)

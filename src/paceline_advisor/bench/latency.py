@@ -22,11 +22,10 @@ from paceline.checkpoint.hub_folder import is_hub_folder
 from paceline.checkpoint.weights import read_weights
 from paceline.command import Log
 from paceline.data.pipeline import Normalize, Placement
-from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import PacelineError, RecipeError
 from paceline.inference.predict import load_predictor
 from paceline.metrics.intervals import part_means, quantile, rate_interval
-from paceline.plan.compute import resolve_channels_last, resolve_precision
+from paceline.plan.compute import resolve_precision
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.references import is_code_trusted
@@ -34,6 +33,7 @@ from paceline.trainer.network import build_network
 from paceline.trainer.subject import Subject
 from paceline.world import World
 from paceline_advisor import frozen
+from paceline_advisor.apply import with_values
 from paceline_advisor.bench.energy import EnergyCounter
 from paceline_advisor.commands import Bench
 
@@ -113,15 +113,16 @@ def measure_latency(options: Bench, log: Log) -> tuple[str, Recipe, list[dict[st
         try:
             if precision not in ("auto", "fp32", *_AUTOCAST):
                 raise RecipeError(f"{precision}: inference is measured in fp32, bf16 or fp16.")
-            device = choose_device(device_name, World())
+            opened = Subject.open(with_values(recipe, {"parallel.device": device_name}), World(), "device")
+            device = opened.device
             # Resolve auto as training does.
-            resolved = resolve_precision(Recipe(), describe_machine(device)) if precision == "auto" else precision
+            resolved = resolve_precision(Recipe(), opened.machine) if precision == "auto" else precision
             if is_saved:
                 predictor = load_predictor(target, weights=options.weights, trust_code=is_code_trusted(), device=device)
                 answer: Answer = predictor.probabilities
                 shape = predictor.shape
             else:
-                answer, shape = _untrained(recipe, device)
+                answer, shape = _untrained(recipe, opened.placement)
         except PacelineError as error:
             if options.devices or options.precisions:
                 rows.append(_row(device_name, precision, "batch", None, trouble=str(error)))
@@ -133,7 +134,7 @@ def measure_latency(options: Bench, log: Log) -> tuple[str, Recipe, list[dict[st
     return name, recipe, rows
 
 
-def _untrained(recipe: Recipe, device: torch.device) -> tuple[Answer, tuple[int, int, int]]:
+def _untrained(recipe: Recipe, placement: Placement) -> tuple[Answer, tuple[int, int, int]]:
     """Return a recipe's network with its initial weights, whose values do not affect the timing."""
     subject = Subject.open(recipe, World(), "task")
     task, facts = subject.task, subject.data.description
@@ -142,13 +143,12 @@ def _untrained(recipe: Recipe, device: torch.device) -> tuple[Answer, tuple[int,
         raise RecipeError(
             f"task={recipe.task} gives no {missing[0]} for its data; bench --inference measures image networks."
         )
-    placement = Placement(device=device, channels_last=resolve_channels_last(recipe, describe_machine(device)))
     network = build_network(recipe, task, placement)[0].eval()
     answers = task.evaluated(network)
     normalize = Normalize(tuple(facts["mean"]), tuple(facts["std"]), placement)
 
     def answer(images: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = answers(normalize(images.to(device, non_blocking=True))).float().softmax(dim=1)
+        found: torch.Tensor = answers(normalize(images.to(placement.device, non_blocking=True))).float().softmax(dim=1)
         return found
 
     size = int(facts["evaluation_size"])

@@ -64,8 +64,13 @@ class Target:
         """Return the target with the direction of the metric in the recipe's task; some tasks open the data for it.
 
         Raises:
-            PacelineError: If its task has no such metric, no run can reach the target, or its data cannot be opened.
+            PacelineError: If it never evaluates, its task has no such metric, no run can reach the target, or its data
+                cannot be opened.
         """
+        if recipe.evaluate.every is None:
+            raise RecipeError(
+                "evaluate.every=off: a run that is never evaluated reaches no target; give it an interval."
+            )
         task = Subject.open(recipe, World(), "task").task
         found = find_metric(task, self.metric, f"--to {self.metric}={self.value:g}: {self.metric}")
         if found.scale == 100 and not 0 <= self.value <= 100:
@@ -116,8 +121,6 @@ def run_to_target(options: Bench, log: Log) -> tuple[LoadedRecipe, Target, list[
     target = Target.parse(options.to or "")
     check_can_watch("bench --to")
     loaded = load_recipe(options.recipe, options.overrides)
-    if loaded.recipe.evaluate.every is None:
-        raise RecipeError("evaluate.every=off: a run that is never evaluated reaches no target; give it an interval.")
     target = target.of(loaded.recipe)
     runs: list[TargetRun] = []
     for index in range(options.runs):

@@ -26,7 +26,7 @@ from paceline.tasks.task import Task, build_task
 from paceline.trainer.fake_batch import fixed_batch, largest_micro_batch, one_batch
 from paceline.world import World
 from paceline_advisor import frozen
-from paceline_advisor.forwarding import PassesOn, forwarded
+from paceline_advisor.forwarding import PassesOn, StandIn, forwarded
 
 REFERENCE = "paceline_advisor.memory.batch_trial:task"
 CONFIG_VARIABLE = "PACELINE_BATCH_TRIAL"
@@ -61,7 +61,7 @@ def task(recipe: Recipe) -> Task:
     return TrialTask(build_task(replace(recipe, task=config.task)), config)
 
 
-class TrialTask(Task):
+class TrialTask(StandIn):
     """A task with as many samples as a trial needs: a few repeated ones, each with weight 1.
 
     Args:
@@ -70,11 +70,8 @@ class TrialTask(Task):
     """
 
     def __init__(self, task: Task, config: TrialConfig) -> None:
-        super().__init__(task.recipe)
-        self.task = task
-        self.metrics, self.headline, self.unit = task.metrics, task.headline, task.unit
-        self.gives_scores, self.is_own = task.gives_scores, task.is_own
-        self._config = config
+        super().__init__(task)
+        self.is_own, self._config = task.is_own, config
 
     def data_facts(self, world: World) -> DataFacts:
         """Return the task's facts, with other numbers of samples."""

@@ -416,13 +416,22 @@ def estimate_memory(
         sizes = sorted({max(1, current * 2**power // 2**_HALVINGS) for power in range(_HALVINGS + _DOUBLINGS + 1)})
         sizes = [each for each in sizes if each == current or not steps.refuses(each)]
         kernels = unknown_kernels(job.step.network) if machine.device == "cpu" else ""
-        least = job.least(current, memory)
+
+        def at(micro_batch: int) -> Size:
+            return Size(
+                micro_batch=micro_batch,
+                needed=job.needed(micro_batch),
+                least=job.least(micro_batch, memory),
+                fits=None if memory is None else job.fits(micro_batch, memory),
+            )
+
+        here = at(current)
         sharded: tuple[Saving, ...] = ()
         # If samples are processed one by one, sharded weights would be gathered for each of them.
         if job.plan.strategy != "fsdp" and not steps.is_scaled:
             total = job.least(current, memory, "fsdp")
             change = f"parallel.strategy=fsdp over {shards} processes"
-            sharded = (Saving(change=change, needed=total, saved=least - total),)
+            sharded = (Saving(change=change, needed=total, saved=here.least - total),)
         found = MemoryEstimate(
             recipe=loaded.name,
             plan=job.plan,
@@ -432,19 +441,10 @@ def estimate_memory(
             outside=job.outside,
             peak=job.peak(current),
             allocator=allocator,
-            needed=job.needed(current),
-            least=least,
-            fits=None if memory is None else job.fits(current, memory),
-            sizes=tuple(
-                Size(
-                    micro_batch=each,
-                    needed=job.needed(each),
-                    least=job.least(each, memory),
-                    fits=None if memory is None else job.fits(each, memory),
-                )
-                for each in sizes
-                if each <= max(current, job.most)
-            ),
+            needed=here.needed,
+            least=here.least,
+            fits=here.fits,
+            sizes=tuple(at(each) for each in sizes if each <= max(current, job.most)),
             largest=largest,
             micro_size=job.divisor(largest) if largest else None,
             verified=verified,

@@ -27,7 +27,7 @@ from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Model, Task, build_task
 from paceline.world import World
 from paceline_advisor import frozen
-from paceline_advisor.forwarding import PassesOn, forwarded
+from paceline_advisor.forwarding import PassesOn, StandIn, forwarded
 
 Verdict = Literal["passed", "failed", "not applicable"]
 
@@ -302,7 +302,7 @@ def recorder(recipe: Recipe) -> Recorder:
     return Recorder(build_task(replace(recipe, task=config.task)), config)
 
 
-class Recorder(Task):
+class Recorder(StandIn):
     """A task that forwards everything to another one, and records its calls.
 
     Only three things differ from the task itself: there are fewer samples, the network computes in float64 if
@@ -316,10 +316,7 @@ class Recorder(Task):
     """
 
     def __init__(self, task: Task, config: RecorderConfig, alter: Callable[[nn.Module], None] | None = None) -> None:
-        super().__init__(task.recipe)
-        self.task = task
-        self.metrics, self.headline, self.unit = task.metrics, task.headline, task.unit
-        self.gives_scores = task.gives_scores
+        super().__init__(task)
         self.notes = Notes()
         self.batches: dict[tuple[int, int], Batch] = {}
         self.config = config

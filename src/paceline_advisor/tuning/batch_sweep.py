@@ -14,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 
 from paceline.command import Log
-from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import RecipeError, RunDirectoryError, TrainingError
 from paceline.metrics.intervals import Interval, time_to_event
 from paceline.pages.page import Block, Chart, Table, Text
@@ -88,8 +87,6 @@ def sweep_batch(options: SweepBatch, log: Log = lambda _: None) -> Swept:
     recipe = loaded.recipe
     if recipe.batch.growth:
         raise RecipeError("batch.growth changes the batch during a run, but a sweep compares fixed ones; leave it out.")
-    if recipe.evaluate.every is None:
-        raise RecipeError("evaluate.every=off: a run that is never evaluated reaches no target; give it an interval.")
     target = Target.parse(options.to).of(recipe)
     store = _RunStore(options, recipe, target)
     base_rate = recipe.optimizer.lr * lr_factor(recipe, recipe.batch.global_size)
@@ -141,7 +138,7 @@ def _check_plans(options: SweepBatch, recipe: Recipe, planned: Sequence[tuple[in
         PacelineError: If a run with one of the batches is impossible.
     """
     world = World(world_size=options.processes, local_world_size=options.processes)
-    machine = describe_machine(choose_device(recipe.parallel.device, world), processes=options.processes)
+    machine = Subject.open(recipe, world, "device").machine
     for batch, (lr, seed) in {batch: (lr, seed) for batch, lr, seed in planned}.items():
         try:
             trial_recipe = _recipe_of(options, recipe.without_initial_weights(), batch, lr, seed)
