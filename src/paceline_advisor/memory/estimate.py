@@ -73,9 +73,10 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, cur
         changes["model.activation_checkpointing"] = ["selective", "full"]
     for key, value in ((key, value) for key, values in changes.items() for value in values):
         change, changed = f"{key}={value}", with_values(recipe, {key: value})
-        same = {"shards": job.shards, "allocator": job.allocator}
         try:
-            with predicted(changed, machine, processes, **same, trace=_only_its_own) as changed_job:
+            with predicted(
+                changed, machine, processes, shards=job.shards, allocator=job.allocator, trace=_only_its_own
+            ) as changed_job:
                 needed = changed_job.least(changed_job.step.micro_batch, machine.memory_bytes)
         except PacelineError as error:
             yield Saving(change=change, needed=None, why_not=str(error))

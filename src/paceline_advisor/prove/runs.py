@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -60,7 +61,7 @@ def portable(recipe: Recipe) -> Recipe:
 
 def without_unneeded(recipe: Recipe) -> Recipe:
     """Return the neutral recipe, without settings that a short run does not need, or that would look like errors."""
-    unneeded = {
+    unneeded: dict[str, Any] = {
         "model.pretrained": False,
         "model.initialize_from": None,
         "model.initialize_partly": False,
