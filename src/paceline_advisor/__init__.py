@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
+Json = dict[str, Any]
+"""A JSON object."""
 _T = TypeVar("_T")
 
 

@@ -23,7 +23,7 @@ from paceline.records.events import for_display
 from paceline.records.reader import read_environment, read_events, read_recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.report.html.runs import flattened
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.as_json import as_json
 
 Verdict = Literal["slower", "no slower", "faster", "not enough evidence", "not comparable"]
@@ -85,7 +85,7 @@ class Comparison:
         """Whether any measurement lacks evidence."""
         return any(line.verdict == "not enough evidence" for line in self.lines)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the comparison as one JSON object."""
         return {**as_json(vars(self)), "regressed": self.regressed, "undecided": self.undecided}
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from paceline.command import Log
 from paceline.distributed.local_launch import rank_variables
@@ -33,12 +33,11 @@ from paceline.recipe.running import Profile
 from paceline.recipe.schema import Recipe
 from paceline.telemetry.meter import WARMUP_STEPS
 from paceline.units import Duration, TimeSpan
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.apply import with_values
 from paceline_advisor.bench.interleaved_process import WorkerConfig, command_line
 from paceline_advisor.launches import check_alone
 
-T = TypeVar("T")
 Part = Literal["together", "compute", "data"]
 
 # Longer than any measurement: the end of a run is not part of a step.
@@ -336,8 +335,8 @@ class _VariantRunner:
         self.measured.peak_memory_bytes = answer.pop("peak_memory_bytes")
         return Round(**answer)
 
-    def _answers(self, limit_seconds: float) -> list[dict[str, Any]]:
-        answers: dict[int, dict[str, Any]] = {}
+    def _answers(self, limit_seconds: float) -> list[Json]:
+        answers: dict[int, Json] = {}
         deadline = time.monotonic() + limit_seconds
         while len(answers) < len(self._ranks):
             wait([turns for index, (_, turns) in enumerate(self._ranks) if index not in answers], _POLL_SECONDS)
@@ -354,10 +353,10 @@ class _VariantRunner:
                 raise MemberError(f"it did not answer within {limit_seconds:.0f} s")
         return [answers[index] for index in range(len(self._ranks))]
 
-    def _failure(self, answers_so_far: Mapping[int, dict[str, Any]]) -> MemberError:
+    def _failure(self, answers_so_far: Mapping[int, Json]) -> MemberError:
         """Return the cause: out of memory first, and a process's message before its mere exit."""
         deadline = time.monotonic() + (_CAUSE_SECONDS if len(self._ranks) > 1 else 0.0)
-        failures: list[dict[str, Any]] = [each for each in answers_so_far.values() if "failed" in each]
+        failures: list[Json] = [each for each in answers_so_far.values() if "failed" in each]
         while time.monotonic() < deadline:
             answers = [_answer(turns) for _, turns in self._ranks]
             failures += [each for each in answers if each is not None and "failed" in each]
@@ -372,11 +371,11 @@ class _VariantRunner:
         return MemberError(exited[0].exit_message if exited else "it ended early")
 
 
-def _answer(turns: Connection[Any, Any]) -> dict[str, Any] | None:
+def _answer(turns: Connection[Any, Any]) -> Json | None:
     """Return the message of a process, if there is one."""
     with contextlib.suppress(EOFError, OSError):
         if turns.poll():
-            found: dict[str, Any] = turns.recv()
+            found: Json = turns.recv()
             return found
     return None
 
@@ -404,16 +403,12 @@ def _run_in_turns(
             if all(each.measured.trouble for each in runners.values()):
                 break
             log(f"round {number + 1} of {rounds}")
-            for each in in_order(list(runners.values()), number):
+            # Reversed in every second one, so that drift favours no variant.
+            for each in list(runners.values())[:: -1 if number % 2 else 1]:
                 each.guarded(each.take_turn)
         for each in runners.values():
             each.finish()
         return {name: each.measured for name, each in runners.items()}
-
-
-def in_order(runners: Sequence[T], number: int) -> Sequence[T]:
-    """Return the order of turns in a round: reversed in every second one, so that drift favours no variant."""
-    return runners if number % 2 == 0 else runners[::-1]
 
 
 def recipe_for_timing(recipe: Recipe) -> Recipe:
@@ -443,7 +438,7 @@ def without_growth(recipe: Recipe, processes: int) -> Recipe:
     return with_values(recipe, {"batch.micro_size": micro_batch_size(recipe, processes), "batch.growth": {}})
 
 
-def of_all(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def of_all(answers: Sequence[Mapping[str, Any]]) -> Json:
     """Combine the measurements of a block of steps that several processes took."""
     # A step is done when the last process has finished it; without an exchange, as with `data`, their speeds differ.
     slowest = dict(max(answers, key=lambda each: float(each["seconds"])))

@@ -34,7 +34,7 @@ from paceline.trainer.step import micro_batches
 from paceline.trainer.subject import Options
 from paceline.trainer.train import opened_run
 from paceline.world import World
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.bench.energy import EnergyCounter
 from paceline_advisor.forwarding import PassesOn
 
@@ -116,7 +116,7 @@ class _TurnClock(Display):
         self._joules = self._energy.joules()
         self._start_time = time.perf_counter()
 
-    def _measured(self) -> dict[str, Any]:
+    def _measured(self) -> Json:
         self._synchronise()
         seconds = time.perf_counter() - self._start_time
         joules = self._energy.joules()

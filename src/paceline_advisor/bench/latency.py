@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,7 +31,7 @@ from paceline.references import is_code_trusted
 from paceline.trainer.network import build_network
 from paceline.trainer.subject import Subject
 from paceline.world import World
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.apply import with_values
 from paceline_advisor.bench.energy import EnergyCounter
 from paceline_advisor.commands import Bench
@@ -85,7 +84,7 @@ class _MeasuredNetwork:
         return batch.pin_memory() if self.device.type == "cuda" else batch
 
 
-def measure_latency(options: Bench, log: Log) -> tuple[str, Recipe, list[dict[str, Any]]]:
+def measure_latency(options: Bench, log: Log) -> tuple[str, Recipe, list[Json]]:
     """Measure latencies and throughput; return the name of the target, its recipe, and one row per measurement.
 
     Raises:
@@ -106,7 +105,7 @@ def measure_latency(options: Bench, log: Log) -> tuple[str, Recipe, list[dict[st
     else:
         loaded = load_recipe(options.recipe, options.overrides)
         name, recipe = loaded.name, loaded.recipe
-    rows: list[dict[str, Any]] = []
+    rows: list[Json] = []
     for device_name, precision in product(
         options.devices or (recipe.parallel.device,), options.precisions or (recipe.train.precision,)
     ):
@@ -155,7 +154,7 @@ def _untrained(recipe: Recipe, placement: Placement) -> tuple[Answer, tuple[int,
     return answer, (int(facts["channels"]), size, size)
 
 
-def _scenarios(subject: _MeasuredNetwork, options: Bench, log: Log) -> Iterator[dict[str, Any]]:
+def _scenarios(subject: _MeasuredNetwork, options: Bench, log: Log) -> Iterator[Json]:
     fastest, best_size = 0.0, 0
     for size in options.batch_sizes or BATCH_SIZES:
         log(f"{subject.device.type} {subject.precision}: queries of {size}")
@@ -171,7 +170,7 @@ def _scenarios(subject: _MeasuredNetwork, options: Bench, log: Log) -> Iterator[
         yield _measured(subject, "offline", best_size, options.seconds)
 
 
-def _measured(subject: _MeasuredNetwork, scenario: str, size: int, seconds: float) -> dict[str, Any]:
+def _measured(subject: _MeasuredNetwork, scenario: str, size: int, seconds: float) -> Json:
     on_gpu = subject.device.type == "cuda"
     try:
         images = subject.images(size)
@@ -204,7 +203,7 @@ def _measured(subject: _MeasuredNetwork, scenario: str, size: int, seconds: floa
     return row
 
 
-def _row(device: str, precision: str, scenario: str, size: int | None, *, trouble: str = "") -> dict[str, Any]:
+def _row(device: str, precision: str, scenario: str, size: int | None, *, trouble: str = "") -> Json:
     return {
         "device": device,
         "precision": precision,

@@ -32,7 +32,7 @@ from paceline.records.run_directory import make_folder, write_json, write_text
 from paceline.trainer.subject import Subject
 from paceline.units import format_bytes
 from paceline.world import World
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.bench.comparison import FILE, FORMAT, compare
 from paceline_advisor.bench.interleaved import Measurement, Part, Variant, run_interleaved
 from paceline_advisor.bench.latency import measure_latency
@@ -74,7 +74,7 @@ class Cell:
         return f"{self.device} {self.precision} {self.backend} batch {self.batch_size} {self.part}"
 
 
-def measure_grid(options: Bench, log: Log) -> tuple[LoadedRecipe, list[dict[str, Any]]]:
+def measure_grid(options: Bench, log: Log) -> tuple[LoadedRecipe, list[Json]]:
     """Measure every combination; return the recipe, and one row per combination that is a distinct run.
 
     Raises:
@@ -103,7 +103,7 @@ def _cells(options: Bench, recipe: Recipe) -> Iterator[Cell]:
         options.backends or (recipe.data.backend,),
     )
     for device, batch_size, precision, backend in choices:
-        changed: dict[str, Any] = {}
+        changed: Json = {}
         if options.devices:
             changed["parallel.device"] = device
         if options.batch_sizes:
@@ -153,7 +153,7 @@ def _identity(cell: Cell) -> tuple[Any, ...]:
     return (cell.part, plan.device, plan.precision, plan.global_batch_size, *data)
 
 
-def _row(cell: Cell, processes: int) -> dict[str, Any]:
+def _row(cell: Cell, processes: int) -> Json:
     """Return a combination as it appears in the result."""
     facts = dict(cell.measured[0].facts) if cell.measured else {}
     first = {
@@ -177,7 +177,7 @@ def _row(cell: Cell, processes: int) -> dict[str, Any]:
     return {**first, **details, **_statistics([each for each in cell.measured if each.rounds], facts)}
 
 
-def _statistics(successful: list[Measurement], facts: Mapping[str, Any]) -> dict[str, Any]:
+def _statistics(successful: list[Measurement], facts: Mapping[str, Any]) -> Json:
     if not successful:
         return {"samples_per_second": None, "times": []}
     times = [each.seconds_per_sample for each in successful]
@@ -229,7 +229,7 @@ class BenchReport:
     notes: Sequence[str]
     dawnbench: Callable[[Path], list[Path]] | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The result as one JSON object."""
         return {
             "format": FORMAT,
@@ -380,7 +380,7 @@ def compare_results(options: BenchCompare, _: Log) -> Document:
     return Document(document=comparison.to_json(), shown=shown)
 
 
-def _trace(label: str, line: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Any]:
+def _trace(label: str, line: Sequence[tuple[int, Mapping[str, float]]]) -> Json:
     """Return a line of (batch size, rate with its interval); a non-finite end of an interval has no bar."""
 
     def distance(rate: Mapping[str, float], end: str) -> float | None:

@@ -30,6 +30,7 @@ from paceline.records.run_directory import RunDirectory, write_json, write_text
 from paceline.tasks.facts import find_metric
 from paceline.trainer.subject import Subject
 from paceline.world import World
+from paceline_advisor import Json
 from paceline_advisor.commands import Bench
 from paceline_advisor.launches import Launch, check_can_watch, said
 
@@ -106,7 +107,7 @@ class TargetRun:
     reached: bool = False
     train_seconds: float = 0.0
     wall_seconds: float = 0.0
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[Json] = field(default_factory=list)
     plan: Mapping[str, Any] = field(default_factory=dict)
     trouble: str = ""
 
@@ -189,7 +190,7 @@ def follow(run: TargetRun, run_dir: Path, target: Target) -> None:
     if not events.is_file() or run.reached:
         return
     start_time = 0.0
-    evaluations: dict[int, dict[str, Any]] = {}
+    evaluations: dict[int, Json] = {}
     for event in read_events(events, kinds={"start", "evaluation"}):
         if event["event"] == "start":
             start_time = start_time or event["time"]
@@ -210,7 +211,7 @@ def follow(run: TargetRun, run_dir: Path, target: Target) -> None:
     run.evaluations = list(evaluations.values())
 
 
-def summarise_runs(runs: Sequence[TargetRun], target: Target, price: float | None = None) -> dict[str, Any]:
+def summarise_runs(runs: Sequence[TargetRun], target: Target, price: float | None = None) -> Json:
     """Return a result row for runs."""
     # A failed run counts as one observed for that long, and as long as any other if it made no progress: leaving it out
     # would reward failures.

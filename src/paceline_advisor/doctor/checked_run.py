@@ -16,7 +16,7 @@ from paceline.errors import RecipeError
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
 from paceline.world import World
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.doctor.anatomy import Anatomy, Layer
 from paceline_advisor.doctor.behaviour import Calls, Loader
 from paceline_advisor.doctor.findings import TUNING, Advice, Finding, Keeps, Place, Severity
@@ -156,7 +156,7 @@ class CheckedRun:
     calls: Calls
     loaders: tuple[Loader, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    run: tuple[dict[str, Any], ...] = ()
+    run: tuple[Json, ...] = ()
     shortage: MemoryShortage | None = None
 
     @property
@@ -216,6 +216,9 @@ class CheckResult:
         return replace(self, **changes)
 
 
+Found = CheckResult | None
+"""What a check found in a run, if anything."""
+Inspect = Callable[[CheckedRun], Found | Iterable[CheckResult]]
 Check = Callable[[CheckedRun], list[Finding]]
 CHECKS: list[Check] = []
 
@@ -229,14 +232,14 @@ def check(
     source: str = TUNING,
     overrides: Mapping[str, Any] = MappingProxyType({}),
     **others: Any,
-) -> Callable[[Callable[[CheckedRun], CheckResult | Iterable[CheckResult] | None]], Check]:
+) -> Callable[[Inspect], Check]:
     """Declare a check. The function's name becomes the finding's name, and the arguments are the finding's defaults.
 
     ``others`` are ``keeps``, ``speedup`` and ``predicted``. See :class:`~paceline_advisor.doctor.findings.Finding`.
     """
     defaults = dict(why=why, advice=advice, expected=expected, severity=severity, overrides=overrides, **others)
 
-    def declare(inspect: Callable[[CheckedRun], CheckResult | Iterable[CheckResult] | None]) -> Check:
+    def declare(inspect: Inspect) -> Check:
         @wraps(inspect)
         def findings(subject: CheckedRun) -> list[Finding]:
             outcome = inspect(subject)
@@ -249,7 +252,7 @@ def check(
     return declare
 
 
-def _finding(defaults: dict[str, Any], source: str, result: CheckResult) -> Finding:
+def _finding(defaults: Json, source: str, result: CheckResult) -> Finding:
     data = defaults | {key: value for key, value in vars(result).items() if value is not None}
     advice = Advice(words=data.pop("advice"), overrides=dict(data.pop("overrides")), keeps=data.pop("keeps", "same"))
     data["why"] += data.pop("more_why")

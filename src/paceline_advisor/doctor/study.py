@@ -32,7 +32,7 @@ from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
 from paceline.trainer.subject import Subject
 from paceline.world import World
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.apply import write_new
 from paceline_advisor.bench.interleaved import Measurement, run_interleaved
 from paceline_advisor.commands import Doctor
@@ -120,7 +120,7 @@ class Diagnosis:
         """Whether each finding may be intended, or its change had no measured gain."""
         return not any(finding.counts for finding in self.findings)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The diagnosis as one JSON object."""
         tree = asdict(replace(self, loaded=LoadedRecipe(Recipe(), "")))
         del tree["loaded"], tree["machine"], tree["improved"]
@@ -429,7 +429,7 @@ def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> Impro
     """
     plans = Plans(diagnosis)
     applied: list[Finding] = []
-    overrides: dict[str, Any] = {}
+    overrides: Json = {}
     left_out: dict[str, str] = {}
     for finding in worthwhile(diagnosis.findings, measured=measured):
         requested = finding.advice.overrides

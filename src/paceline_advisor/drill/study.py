@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from paceline.command import Log
 from paceline.errors import PacelineError, RecipeError, TrainingError, did_you_mean
@@ -20,7 +20,7 @@ from paceline.pages.shown import Shown
 from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.commands import Drill
 from paceline_advisor.drill.context import DrillContext, SkippedError
 from paceline_advisor.drill.faults import Perform, all_faults
@@ -89,7 +89,7 @@ class DrillReport:
         """Whether no fault failed."""
         return all(trial.result != "FAIL" for trial in self.trials)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The report as one JSON object."""
         return {"passed": self.passed, **asdict(self)}
 

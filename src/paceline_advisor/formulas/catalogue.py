@@ -27,7 +27,7 @@ from paceline.errors import PacelineError, did_you_mean
 from paceline.metrics import critical_batch
 from paceline.models import roofline
 from paceline.pages.shown import Shown
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.commands import Formulas
 
 _SOURCE = "Source:"
@@ -68,7 +68,7 @@ class Formula:
     defaults: Mapping[str, Any]
     function: Callable[..., Any]
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Json:
         """Return everything but the function, as JSON values."""
         return {
             "formula": self.name,
@@ -79,7 +79,7 @@ class Formula:
             "defaults": self.defaults,
         }
 
-    def compute(self, typed: Sequence[str]) -> tuple[dict[str, Any], Any]:
+    def compute(self, typed: Sequence[str]) -> tuple[Json, Any]:
         """Return the arguments used and the value.
 
         Args:
@@ -107,10 +107,10 @@ class Formula:
             return arguments, asdict(value)
         return arguments, list(value) if isinstance(value, tuple) else value
 
-    def _read(self, typed: Sequence[str]) -> dict[str, Any]:
+    def _read(self, typed: Sequence[str]) -> Json:
         hints = typing.get_type_hints(self.function)
         known = (*self.needs, *self.defaults)
-        given: dict[str, Any] = {}
+        given: Json = {}
         for word in typed:
             name, equals, text = word.partition("=")
             if not equals:
@@ -154,7 +154,7 @@ class LookedUp:
             given = ", ".join(f"{key}={_written(each)}" for key, each in self.used.items())
             return Shown(title=f"{first.name}({given})", blocks=[f"  = {_written(self.value)}"])
         if len(self.known) == 1:
-            needs: dict[str, Any] = dict.fromkeys(first.needs, "must be given")
+            needs: Json = dict.fromkeys(first.needs, "must be given")
             defaults = {key: f"{_written(value)} by default" for key, value in first.defaults.items()}
             return Shown(title=first.summary, blocks=["", {**needs, **defaults}, f"\nSource: {first.source}"])
         lines = []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -222,7 +222,7 @@ def principal_plane(weights: Sequence[Tensor]) -> Plane:
 # ------------------------------------------------------------------------------------------------------- sharpness
 
 Start = Literal["weights", "random"]
-STARTS: tuple[Start, ...] = ("weights", "random")
+STARTS: tuple[Start, ...] = get_args(Start)
 
 # Vector numbers above those used for a surface's directions.
 _START_NUMBER, _SUBSPACE_NUMBER = 1000, 2000

@@ -24,7 +24,7 @@ from paceline.pages.shown import Shown
 from paceline.plan.rates import lr_factor
 from paceline.trainer.precision import set_float32_matmul
 from paceline.trainer.process_settings import restore_torch_settings
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.commands import Landscape
 from paceline_advisor.formulas.network import loss_barrier
 from paceline_advisor.landscape import measures
@@ -159,7 +159,7 @@ class LandscapeReport:
     line: Line | None = None
     notes: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the result as JSON values."""
         return asdict(self)
 

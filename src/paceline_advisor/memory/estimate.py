@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from paceline.cli.options import choose_processes
 from paceline.command import Log
@@ -22,7 +21,7 @@ from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep
 from paceline.units import format_bytes, format_count
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.apply import with_values
 from paceline_advisor.as_json import as_json
 from paceline_advisor.commands import Estimate
@@ -239,7 +238,7 @@ class MemoryEstimate:
         """Bytes of the device that are left; negative if it does not fit, and None if its memory is unknown."""
         return None if self.memory is None else self.memory - self.least
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the estimate as one JSON object."""
         plan = self.plan
         document = {

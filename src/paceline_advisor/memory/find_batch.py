@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from paceline.cli.options import choose_processes
 from paceline.command import Log
@@ -32,7 +31,7 @@ from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.memory import peak_private_of
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.units import Duration, format_bytes, format_count, format_seconds
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.apply import QUIET, with_values, write_new
 from paceline_advisor.commands import FindBatch
 from paceline_advisor.launches import Launch, check_alone, said
@@ -260,7 +259,7 @@ class FoundBatch:
             return None
         return self.estimated / self.measured - 1
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the result as one JSON object."""
         return {
             "recipe": self.name,

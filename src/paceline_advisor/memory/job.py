@@ -7,7 +7,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
 from paceline.trainer.network import count_parameters
 from paceline.trainer.subject import Subject
 from paceline.world import World
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.memory.allocations import ROOM, Allocation
 from paceline_advisor.memory.allocator import INTERVALS, MIB, PLAIN, Block, CachingAllocator, DoesNotFitError, Settings
 from paceline_advisor.memory.trace import FIRST, STEP, Steps, StepTrace, trace_steps, without_collection
@@ -78,7 +77,7 @@ class Peak:
         """Peak bytes taken from the device: reserved with a caching allocator, else allocated."""
         return self.allocated if self.reserved is None else self.reserved
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the peak as one JSON object."""
         return {
             "allocated_bytes": self.allocated,

@@ -104,6 +104,14 @@ def unused(plans: Iterable[Plan]) -> dict[str, str]:
 _LIMIT_SECONDS = 900.0
 _EPOCHS = 2
 _FULL_STEPS = 2
+STEPS_PER_EPOCH = _FULL_STEPS + 1
+"""Steps of an epoch of a short run."""
+STEPS = _EPOCHS * STEPS_PER_EPOCH
+"""Steps of a short run."""
+TAIL_STEP = _FULL_STEPS
+"""The first step, from 0, that uses the rest of an epoch."""
+FULL_STEPS = (0, STEPS_PER_EPOCH)
+"""The inspected steps with a full batch: the first, and the one after the first evaluation."""
 _HELD_OUT = 37
 _MICRO_BATCHES = (4, 3, 2, 1)
 # Factor on the recipe's rate if BatchNorm is frozen: a network without norms cannot take steps of that size.
@@ -179,26 +187,6 @@ class Sizes:
         """Samples of an epoch's last step."""
         return self.samples - _FULL_STEPS * self.global_batch
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps of an epoch."""
-        return _FULL_STEPS + 1
-
-    @property
-    def steps(self) -> int:
-        """Steps of a run."""
-        return _EPOCHS * self.steps_per_epoch
-
-    @property
-    def tail_step(self) -> int:
-        """The first step, from 0, that uses the rest of an epoch."""
-        return _FULL_STEPS
-
-    @property
-    def full_steps(self) -> tuple[int, ...]:
-        """The inspected steps with a full batch: the first, and the one after the first evaluation."""
-        return (0, _FULL_STEPS + 1)
-
 
 def shortened(
     recipe: Recipe, sizes: Sizes, *, micro_batch: int, exact: bool = False, tiny_rate: bool = False
@@ -262,7 +250,7 @@ class Runner:
             folder=str(folder),
             samples=self.sizes.samples,
             evaluation_samples=self.sizes.evaluation_samples,
-            kept_steps=(*self.sizes.full_steps, self.sizes.tail_step),
+            kept_steps=(*FULL_STEPS, TAIL_STEP),
             double=self.double,
         )
 

@@ -7,7 +7,6 @@ import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import rich.table
 import torch
@@ -24,13 +23,13 @@ from paceline.processes import can_find_descendants
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.trainer.subject import Subject
 from paceline.world import World
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.commands import Prove
 from paceline_advisor.launches import check_alone
 from paceline_advisor.prove.checks import CHECKS
 from paceline_advisor.prove.evidence import Evidence, NumericsProbe, PlainLoop, probe_numerics
 from paceline_advisor.prove.recorder import Check, ObservedRun, named
-from paceline_advisor.prove.runs import Runner, Sizes, portable, shortened, unproved_settings, unused
+from paceline_advisor.prove.runs import STEPS, Runner, Sizes, portable, shortened, unproved_settings, unused
 
 _MOST_SCORED = 500
 
@@ -70,7 +69,7 @@ class ProveReport:
         """Whether no check failed."""
         return all(check.verdict != "failed" for check in self.checks)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The report as one JSON object."""
         return {"passed": self.passed, **asdict(self)}
 
@@ -140,7 +139,7 @@ def prove(options: Prove, log: Log) -> ProveReport:
         overrides=options.overrides,
         processes=options.processes,
         numbers=probe.numbers,
-        steps=sizes.steps,
+        steps=STEPS,
         global_batch=sizes.global_batch,
         micro_batches=sizes.micro_batches,
         samples=sizes.samples,
@@ -179,7 +178,7 @@ def _judge(runner: Runner, probe: NumericsProbe, plans: dict[int, Plan], log: Lo
         unchanged = runner.here("as-asked", micro_batch=sizes.micro_batch)
     for run in (one_batch, micro_batched, unchanged):
         if not run.ranks[0].steps:
-            raise TrainingError(f"the run of {sizes.steps} steps ({run.name}) did not take one: {run.trouble}")
+            raise TrainingError(f"the run of {STEPS} steps ({run.name}) did not take one: {run.trouble}")
     distributed, why_alone = _several(runner, unchanged, log)
     log("comparing")
     with contextlib.ExitStack() as stack:

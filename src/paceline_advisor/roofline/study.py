@@ -27,7 +27,7 @@ from paceline.plain_json import load_json
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.apply import with_values
 from paceline_advisor.as_json import as_json
 from paceline_advisor.commands import Roofline
@@ -399,7 +399,7 @@ class RooflineReport:
         roof = [min(reached) / 2, self.ridge, max(reached) * 2]
         limits = [min(self.peak, each * self.device.bytes_per_second) / 1e12 for each in roof]
         line = {"color": "var(--muted)", "width": 1.5}
-        traces: list[dict[str, Any]] = [{"mode": "lines", "name": "roof", "x": roof, "y": limits, "line": line}]
+        traces: list[Json] = [{"mode": "lines", "name": "roof", "x": roof, "y": limits, "line": line}]
         for phase in dict.fromkeys(each.phase for each in layers):
             of_phase = [each for each in layers if each.phase == phase]
             traces.append(
@@ -439,7 +439,7 @@ class RooflineReport:
             ),
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the result as JSON values."""
         device = self.device
         document = {
@@ -534,7 +534,7 @@ def _least_seconds(run: Callable[[], Any]) -> float:
     return min(times)
 
 
-def _recall(path: Path) -> dict[str, Any] | None:
+def _recall(path: Path) -> Json | None:
     try:
         stored = load_json(path.read_bytes())
         rates = {name: float(stored["flops_per_second"][name]) for name in _TYPES}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from paceline.command import Log
 from paceline.errors import PacelineError, RecipeError
@@ -17,7 +16,7 @@ from paceline.plan.rates import lr_factor
 from paceline.plan.strategy import choose_automatically
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.as_json import as_json
 from paceline_advisor.clusters import find_cluster
 from paceline_advisor.commands import Plan
@@ -100,7 +99,7 @@ class Choice:
             found.limit if self.has_room else "memory: does not fit",
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the choice as JSON values."""
         room = self.room
         return {
@@ -142,7 +141,7 @@ class TrainingPlan:
     recipe_batch: int
     recipe_lr: float
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the plan as JSON values."""
         document = {
             "chosen": self.chosen,

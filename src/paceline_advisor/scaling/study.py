@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field, replace
-from typing import Any
 
 from paceline.command import Log
 from paceline.devices import find_device
@@ -20,7 +19,7 @@ from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.registry import load
 from paceline.units import format_seconds
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.as_json import as_json
 from paceline_advisor.clusters import Cluster, Link, find_cluster
 from paceline_advisor.commands import Scale
@@ -119,7 +118,7 @@ class Row:
         """How far the predicted rate is above the measured one, relative to it."""
         return None if self.measured is None else self.prediction.rate / self.measured.middle - 1
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the row as JSON values."""
         found = self.prediction
         return {
@@ -168,7 +167,7 @@ class ScaleReport:
     price_per_gpu_hour: float | None
     notices: tuple[str, ...] = field(default_factory=tuple)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the report as JSON values."""
         return dict(as_json(vars(self)))
 
@@ -219,7 +218,7 @@ class ScaleReport:
 
     def _chart(self, devices: str) -> Chart:
         """Return a chart of throughput by size: predicted, its range, measured, and linear scaling."""
-        traces: list[dict[str, Any]] = []
+        traces: list[Json] = []
         shared = dict.fromkeys(row.strategy for row in self.rows if row.prediction.devices > 1)
         for strategy in shared or {"single": None}:
             rows = [row for row in self.rows if row.strategy in (strategy, "single")]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import write_text
 from paceline.trainer.subject import Subject
 from paceline.world import World
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.apply import QUIET, with_values
 from paceline_advisor.as_json import as_json
 from paceline_advisor.bench.target import Target, TargetRun, one_run
@@ -293,7 +293,7 @@ class BatchRow:
         """Median samples to the target; None if unknown."""
         return None if self.steps is None else self.steps.middle * self.samples_per_step
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the row as one JSON object."""
         return {**vars(self), "samples": self.samples}
 
@@ -316,7 +316,7 @@ class RuleResult:
     law: BatchLaw | None
     why: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the result as one JSON object."""
         return {
             "rule": self.rule,
@@ -356,7 +356,7 @@ class Swept:
         """The results of the rules, in the requested order."""
         return tuple(_of_rule(self, rule) for rule in self.options.lr_rules)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the result as one JSON object."""
         document = {
             "recipe": self.loaded.name,
@@ -456,9 +456,7 @@ def knee_in_words(result: RuleResult) -> str:
 
 def sweep_charts(rules: Sequence[RuleResult]) -> tuple[Chart, Chart]:
     """Return charts of samples against steps, and of both against the batch."""
-    steps, samples, batch = (
-        dict[str, Any](title=text, type="log") for text in ("steps", "samples", "samples in a step")
-    )
+    steps, samples, batch = (Json(title=text, type="log") for text in ("steps", "samples", "samples in a step"))
     trade = Chart(
         title="Samples against steps to the target",
         traces=[trace for rule in rules for trace in _traces(rule, lambda b, s: (s, b * s))],
@@ -476,7 +474,7 @@ def sweep_charts(rules: Sequence[RuleResult]) -> tuple[Chart, Chart]:
     return trade, by_batch
 
 
-def _traces(rule: RuleResult, place: Callable[[float, float], tuple[float, float]]) -> list[dict[str, Any]]:
+def _traces(rule: RuleResult, place: Callable[[float, float], tuple[float, float]]) -> list[Json]:
     """Return the runs that reached the target, and the law; ``place`` gives x and y for a batch and its steps."""
     reached = [(each.batch, each.steps) for each in rule.points if each.reached]
     series = [("runs", "markers", reached)]

@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -41,7 +40,7 @@ from paceline.trainer.step import micro_batches
 from paceline.trainer.subject import Options, resumed_recipe
 from paceline.trainer.train import opened_run
 from paceline.trainer.warmup import FP16_SCALE, GradientProbe
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.apply import with_values
 from paceline_advisor.as_json import as_json
 from paceline_advisor.commands import NoiseScale
@@ -66,7 +65,7 @@ class NoisePoint:
     averages: NoiseAverages
     steps: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the point as one JSON object."""
         found = self.averages.noise_scale()
         low, high = (None, None) if found is None else critical_range(found)
@@ -114,7 +113,7 @@ class NoiseReport:
             "linear_rate_excess": linear_rate_excess(found.middle, batch),
         }
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the result as one JSON object."""
         return {**as_json(vars(self)), "costs": self.costs()}
 

@@ -36,7 +36,7 @@ from paceline.trainer.run_dir_checks import RunLock
 from paceline.trainer.subject import Subject
 from paceline.units import format_count
 from paceline.world import World
-from paceline_advisor import frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.bench.target import Target, TargetRun, train
 from paceline_advisor.commands import Tune
 from paceline_advisor.launches import check_can_watch
@@ -48,7 +48,7 @@ _FAILURES = 3
 # pruned.
 _UNPRUNED_TRIALS, _UNPRUNED_EVALUATIONS = 4, 1
 
-Search = Mapping[str, list[Any] | dict[str, Any]]
+Search = Mapping[str, list[Any] | Json]
 """By recipe key: a list of choices, or a range with ``low``, ``high`` and optionally ``log`` or ``step``."""
 
 
@@ -144,7 +144,7 @@ def as_override(key: str, value: Any) -> str:
     return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
-def _suggested(trial: optuna.Trial, key: str, space: list[Any] | dict[str, Any]) -> Any:
+def _suggested(trial: optuna.Trial, key: str, space: list[Any] | Json) -> Any:
     if isinstance(space, list):
         return trial.suggest_categorical(key, space)
     low, high, step, in_log = space["low"], space["high"], space.get("step"), bool(space.get("log"))
@@ -270,7 +270,7 @@ class TuneReport:
         ended = [each for each in self.trials if each.value is not None and each.state == TrialState.COMPLETE]
         return sorted(ended, key=lambda each: each.value or 0.0, reverse=not self.target.less_is_better)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the result as one JSON object."""
         return {
             "recipe": self.options.recipe,
