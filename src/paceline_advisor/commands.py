@@ -26,7 +26,7 @@ from paceline.command import (
     command,
 )
 from paceline.errors import PacelineError, RecipeError, did_you_mean
-from paceline.recipe.load import refuse_training_overrides
+from paceline.recipe.load import LoadedRecipe, load_recipe, refuse_training_overrides
 from paceline.recipe.running import Parallel
 from paceline.recipe.training import Train
 from paceline.units import Duration, TimeSpan, parse_bytes
@@ -40,6 +40,14 @@ class RecipeCommand:
 
     recipe: RecipeName
     overrides: Overrides = ()
+
+    def load(self) -> LoadedRecipe:
+        """Return the recipe with its overrides.
+
+        Raises:
+            RecipeError: For a mistake in them.
+        """
+        return load_recipe(self.recipe, self.overrides)
 
 
 # ------------------------------------------------------------------------------------------------ before a run

@@ -25,7 +25,6 @@ from paceline.errors import PacelineError, RecipeError
 from paceline.inference.predict import load_predictor
 from paceline.metrics.intervals import part_means, quantile, rate_interval
 from paceline.plan.compute import resolve_precision
-from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.references import is_code_trusted
 from paceline.trainer.network import build_network
@@ -103,7 +102,7 @@ def measure_latency(options: Bench, log: Log) -> tuple[str, Recipe, list[Json]]:
         saved = read_weights(target, options.weights)
         name, recipe = f"{target} ({saved.weights})", saved.recipe()
     else:
-        loaded = load_recipe(options.recipe, options.overrides)
+        loaded = options.load()
         name, recipe = loaded.name, loaded.recipe
     rows: list[Json] = []
     for device_name, precision in product(

@@ -80,7 +80,7 @@ def measure_grid(options: Bench, log: Log) -> tuple[LoadedRecipe, list[Json]]:
     Raises:
         PacelineError: If the recipe itself is wrong, or this process may not start others.
     """
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = options.load()
     cells = _once_each(list(_cells(options, loaded.recipe)), options)
     able = [(cell, cell.variant) for cell in cells if cell.variant is not None]
     for launch in range(options.launches):

@@ -23,7 +23,7 @@ from paceline.command import Log
 from paceline.distributed.local_launch import LAUNCHER_VARIABLE
 from paceline.errors import RecipeError, TrainingError
 from paceline.metrics.intervals import TimeToEvent, time_to_event
-from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
+from paceline.recipe.load import LoadedRecipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events, read_plan
 from paceline.records.run_directory import RunDirectory, write_json, write_text
@@ -121,7 +121,7 @@ def run_to_target(options: Bench, log: Log) -> tuple[LoadedRecipe, Target, list[
     """
     target = Target.parse(options.to or "")
     check_can_watch("bench --to")
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = options.load()
     target = target.of(loaded.recipe)
     runs: list[TargetRun] = []
     for index in range(options.runs):

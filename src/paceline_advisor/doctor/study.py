@@ -22,7 +22,7 @@ from paceline.errors import PacelineError, RecipeError, TrainingError
 from paceline.pages.shown import Shown
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.layers import format_override, set_keys
-from paceline.recipe.load import LoadedRecipe, load_recipe, shipped_recipes, stored_recipe, to_tree, to_yaml
+from paceline.recipe.load import LoadedRecipe, shipped_recipes, stored_recipe, to_tree, to_yaml
 from paceline.recipe.named_code import named_code
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_for_report
@@ -186,7 +186,7 @@ def examine(options: Doctor, log: Log) -> Diagnosis:
         PacelineError: If the recipe cannot be planned for that device.
     """
     start_time = time.perf_counter()
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = options.load()
     recipe, assumed = with_placeholder_data(loaded.recipe)
     unseen = {} if assumed is None else {"data": assumed}
     # By default, the fewest processes that the recipe's strategy is for.
@@ -327,7 +327,7 @@ def diagnose(options: Doctor, log: Log) -> Diagnosis:
         TrainingError: If the unchanged recipe cannot be measured.
     """
     if options.measure and options.device is not None:
-        if not runs_here(options.device, load_recipe(options.recipe, options.overrides).recipe):
+        if not runs_here(options.device, options.load().recipe):
             raise RecipeError(
                 f"--measure measures on this machine's device, not on '{options.device}'; leave one of them out."
             )

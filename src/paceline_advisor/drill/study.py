@@ -17,7 +17,6 @@ from paceline.command import Log
 from paceline.errors import PacelineError, RecipeError, TrainingError, did_you_mean
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
-from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline_advisor import Json, frozen
@@ -171,7 +170,7 @@ def shortened(options: Drill) -> tuple[str, ...]:
     """
     if options.steps < SHORTEST:
         raise RecipeError(f"--steps={options.steps}: a drill needs at least {SHORTEST} steps.")
-    recipe = load_recipe(options.recipe, options.overrides).recipe
+    recipe = options.load().recipe
     short = [
         f"train.duration={options.steps} steps",
         "train.until=null",

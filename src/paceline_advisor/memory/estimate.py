@@ -16,7 +16,7 @@ from paceline.pages.shown import Shown
 from paceline.plan import MachineFacts, Plan
 from paceline.plan.strategy import check_sharding
 from paceline.plan.strategy import choose_automatically as weighed
-from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep
@@ -381,7 +381,7 @@ def estimate(options: Estimate, _: Log) -> MemoryEstimate:
     Raises:
         PacelineError: If the recipe cannot be planned, or its network needs real values.
     """
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = options.load()
     processes = 1
     if options.processes is not None or options.device is None:
         processes = choose_processes(options.processes, loaded.recipe).count

@@ -23,7 +23,7 @@ from paceline.plan import MachineFacts
 from paceline.plan.batching import micro_batch_size, with_valid_ghost_size
 from paceline.plan.compute import resolve_evaluation_batch
 from paceline.recipe.data import Progressive
-from paceline.recipe.load import load_recipe, to_yaml
+from paceline.recipe.load import to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
 from paceline.records.reader import read_summary
@@ -313,7 +313,7 @@ def find_batch(options: FindBatch, log: Log) -> FoundBatch:
         TrainingError: If not even one sample fits, or a trial fails for another reason.
         PacelineError: For mistakes that training would find before it starts.
     """
-    loaded, memory = load_recipe(options.recipe, options.overrides), options.memory
+    loaded, memory = options.load(), options.memory
     processes = choose_processes(options.processes, loaded.recipe).count
     check_alone("find-batch")
     recipe, assumed = with_placeholder_data(loaded.recipe)

@@ -20,7 +20,7 @@ from paceline.errors import RecipeError, TrainingError
 from paceline.pages.shown import Shown
 from paceline.plan import Plan
 from paceline.processes import can_find_descendants
-from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.recipe.load import LoadedRecipe
 from paceline.trainer.subject import Subject
 from paceline.world import World
 from paceline_advisor import Json, frozen
@@ -114,7 +114,7 @@ def prove(options: Prove, log: Log) -> ProveReport:
     """
     check_alone("a proof")
     start_time = time.perf_counter()
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = options.load()
     if left_out := unproved_settings(loaded.recipe):
         log(f"not covered by this proof: {', '.join(left_out)}")
     plans, sizes = _plan(loaded, options.processes)

@@ -24,7 +24,6 @@ from paceline.pages.charts import log_axis
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
 from paceline.plain_json import load_json
-from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
 from paceline_advisor import Json, frozen
@@ -571,7 +570,7 @@ def roofline(options: Roofline, log: Log = lambda _: None) -> RooflineReport:
     Raises:
         PacelineError: If the recipe cannot be planned there, or the network cannot run on fake tensors.
     """
-    loaded = load_recipe(options.recipe, options.overrides)  # first: measuring a CPU takes seconds
+    loaded = options.load()  # first: measuring a CPU takes seconds
     chosen = choose(options.device)
     recipe, assumed = with_placeholder_data(loaded.recipe)
     if chosen.name == "cpu":

@@ -14,7 +14,6 @@ from paceline.pages.shown import Shown
 from paceline.plan.batching import usable_processes
 from paceline.plan.rates import lr_factor
 from paceline.plan.strategy import choose_automatically
-from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline_advisor import Json, frozen
 from paceline_advisor.as_json import as_json
@@ -204,7 +203,7 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
     Raises:
         PacelineError: If a setting is unknown, or settings are incompatible.
     """
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = options.load()
     recipe = loaded.recipe
     sizes = _sizes(recipe, options)
     scaling = Scaling(loaded, options.scale(sizes), log)

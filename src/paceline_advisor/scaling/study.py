@@ -15,7 +15,7 @@ from paceline.pages.charts import log_axis
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
 from paceline.plan.compute import WITH_GRAPHS
-from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.schema import Recipe
 from paceline.registry import load
 from paceline.units import format_seconds
@@ -266,7 +266,7 @@ def scale(options: Scale, log: Log) -> ScaleReport:
     Raises:
         PacelineError: If a setting is unknown, or settings are incompatible.
     """
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = options.load()
     report = Scaling(loaded, options, log).report()
     return replace(report, notices=(*loaded.notices, *report.notices))
 

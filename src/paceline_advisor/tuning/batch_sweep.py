@@ -21,7 +21,7 @@ from paceline.pages.shown import Shown
 from paceline.plain_json import load_json
 from paceline.plan.batching import micro_batch_size, with_nearest_ghost_size
 from paceline.plan.rates import lr_factor
-from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
+from paceline.recipe.load import LoadedRecipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import write_text
 from paceline.trainer.subject import Subject
@@ -83,7 +83,7 @@ def sweep_batch(options: SweepBatch, log: Log = lambda _: None) -> Swept:
         TrainingError: If the first run fails.
     """
     check_can_watch("sweep-batch")
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = options.load()
     recipe = loaded.recipe
     if recipe.batch.growth:
         raise RecipeError("batch.growth changes the batch during a run, but a sweep compares fixed ones; leave it out.")

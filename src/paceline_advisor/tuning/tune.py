@@ -60,7 +60,7 @@ def tune(options: Tune, log: Log) -> TuneReport:
         TrainingError: If three trials or more have ended, and all of them failed.
     """
     check_can_watch("tune")
-    recipe = load_recipe(options.recipe, options.overrides).recipe
+    recipe = options.load().recipe
     search = read_search(options.search)
     # What a key must accept: all choices, or both ends.
     needed = {key: space if isinstance(space, list) else [space["low"], space["high"]] for key, space in search.items()}
@@ -86,7 +86,7 @@ def tune(options: Tune, log: Log) -> TuneReport:
                 study.enqueue_trial(unfinished.params, user_attrs=unfinished.user_attrs)
             study.tell(unfinished.number, state=TrialState.FAIL)
         while (finished := len(_finished(study))) < options.trials:
-            if load_recipe(options.recipe, options.overrides).recipe != recipe:
+            if options.load().recipe != recipe:
                 raise RecipeError(f"{options.recipe} has changed since the search began; undo that, or search anew.")
             trial = study.ask()
             if "run" not in trial.user_attrs:
