@@ -33,6 +33,11 @@ from paceline.units import Duration, TimeSpan, parse_bytes
 from paceline_advisor import frozen
 from paceline_advisor.apply import check_new
 
+Count = Annotated[int, Ge(1)]
+OptionalCount = Annotated[int | None, Ge(1)]
+NewFile = Annotated[Path | None, Shape(metavar="FILE")]
+DeviceName = Annotated[str | None, Shape(metavar="NAME")]
+
 
 @frozen
 class RecipeCommand:
@@ -70,12 +75,9 @@ class Estimate(RecipeCommand):
       paceline estimate digits --device cpu --json
     """
 
-    device: Annotated[
-        str | None, Shape(metavar="NAME"), "A known GPU (h100, a100-80gb, …) or cpu (default: what a run would use)."
-    ] = None
+    device: Annotated[DeviceName, "A known GPU (h100, a100-80gb, …) or cpu (default: what a run would use)."] = None
     processes: Annotated[
-        int | None,
-        Ge(1),
+        OptionalCount,
         "Ranks of the estimated run; none is started (default: one per GPU, 1 on a CPU or with --device).",
     ] = None
     expandable_segments: Annotated[bool, "As with PYTORCH_ALLOC_CONF=expandable_segments:True."] = False
@@ -97,8 +99,7 @@ class FindBatch(RecipeCommand):
     """
 
     processes: Annotated[
-        int | None,
-        Ge(1),
+        OptionalCount,
         "Start N ranks on this machine (default: one per GPU, 1 on a CPU). Run it alone, not under torchrun or srun.",
     ] = None
     memory: Annotated[
@@ -106,7 +107,7 @@ class FindBatch(RecipeCommand):
         Shape(metavar="SIZE", parse=parse_bytes),
         "Memory limit of each process, for example 4GiB (default: a whole GPU, or its share of the free main memory).",
     ] = None
-    apply: Annotated[Path | None, Shape(metavar="FILE"), "Write the recipe with the micro-batch found."] = None
+    apply: Annotated[NewFile, "Write the recipe with the micro-batch found."] = None
 
     def __post_init__(self) -> None:
         check_new(self.apply)
@@ -178,7 +179,7 @@ class FindLr(Sweep):
     suggestion: Annotated[
         Literal["median", "trough", "valley", "steepest", "minimum", "slide"], "Which suggestion --apply writes."
     ] = "median"
-    apply: Annotated[Path | None, Shape(metavar="FILE"), "Write the recipe with that learning rate."] = None
+    apply: Annotated[NewFile, "Write the recipe with that learning rate."] = None
     output: Output = None
 
     @property
@@ -197,8 +198,7 @@ class Cluster(RecipeCommand):
     """Options of `scale` and `plan`: the cluster, and the speed of one device on it."""
 
     batch_per_gpu: Annotated[
-        int | None,
-        Ge(1),
+        OptionalCount,
         "Give each GPU N samples, so that the step grows with the number of GPUs (weak scaling), as in published "
         "tables. Without it they share the recipe's global batch (strong scaling).",
     ] = None
@@ -214,13 +214,13 @@ class Cluster(RecipeCommand):
     shared_node: Annotated[
         bool, "Pay only for the GPUs used; without it whole nodes are paid for, as clouds rent them."
     ] = False
-    samples: Annotated[int | None, Ge(1), "Training samples per epoch, if the data is not here."] = None
+    samples: Annotated[OptionalCount, "Training samples per epoch, if the data is not here."] = None
     throughput: Annotated[float | None, Gt(0), Shape(metavar="RATE"), "One GPU's samples per second."] = None
     step_seconds: Annotated[
         float | None, Gt(0), Shape(metavar="S"), "One GPU's step time, instead of --throughput."
     ] = None
     one_gpu_batch: Annotated[
-        int | None, Ge(1), "Samples of the step measured for that figure; larger shares take several passes."
+        OptionalCount, "Samples of the step measured for that figure; larger shares take several passes."
     ] = None
     loop: Annotated[
         Literal["paceline", "nvidia-convnets"],
@@ -273,7 +273,7 @@ class Scale(Cluster):
     ] = (1, 2, 4, 8)
     strategy: Annotated[Literal["both", "ddp", "fsdp"], "Strategies to predict."] = "both"
     measure: Annotated[bool, "Run the recipe here in these sizes too, and print what was predicted."] = False
-    rounds: Annotated[int | None, Ge(1), "Rounds per measurement (default: 5)."] = None
+    rounds: Annotated[OptionalCount, "Rounds per measurement (default: 5)."] = None
     output: Output = None
 
     @property
@@ -315,7 +315,7 @@ class Plan(Cluster):
         TimeSpan | None, Shape(metavar="TIME", parse=TimeSpan.parse), "Maximum training time: 8h, 90 minutes, 2d."
     ] = None
     budget: Annotated[float | None, Gt(0), Shape(metavar="DOLLARS"), "Maximum cost."] = None
-    most_gpus: Annotated[int, Ge(1), "Maximum number of GPUs to consider."] = 256
+    most_gpus: Annotated[Count, "Maximum number of GPUs to consider."] = 256
     lr_rule: Annotated[
         Literal["none", "linear", "sqrt"],
         "Learning-rate rule for a larger batch; none leaves it to the recipe's optimizer.lr_scaling.",
@@ -378,18 +378,16 @@ class Doctor(RecipeCommand):
     """
 
     device: Annotated[
-        str | None,
-        Shape(metavar="NAME"),
+        DeviceName,
         "Check for this device (a100, t4, cpu, …), present or not (default: the one here).",
     ] = None
     processes: Annotated[
-        int | None, Ge(1), "Check a run of N processes (default: 1, or 2 where parallel.strategy needs several)."
+        OptionalCount, "Check a run of N processes (default: 1, or 2 where parallel.strategy needs several)."
     ] = None
     measure: Annotated[bool, "Measure the gain of each change, in short interleaved bursts."] = False
     rounds: Annotated[int, Ge(4), Shape(only="measure"), "Rounds per change with --measure."] = 8
     apply: Annotated[
-        Path | None,
-        Shape(metavar="FILE"),
+        NewFile,
         "Write the recipe with all compatible changes that do not alter the training; with --measure, those with a "
         "gain.",
     ] = None
@@ -467,16 +465,16 @@ class Bench(RecipeCommand):
         Shape(metavar="NAME,...", without=("inference", "to")),
         "together, compute, data.",
     ] = ("together", "compute", "data")
-    rounds: Annotated[int, Ge(1), Shape(without=("inference", "to")), "Rounds per combination."] = 5
+    rounds: Annotated[Count, Shape(without=("inference", "to")), "Rounds per combination."] = 5
     seconds: Annotated[float, Ge(0.01), Shape(without=("to",)), "Measured time per round."] = 2.0
-    launches: Annotated[int, Ge(1), Shape(without=("inference", "to")), "Repeat everything in new processes."] = 1
-    processes: Annotated[int, Ge(1), Shape(without=("inference",)), "Ranks of each run."] = 1
+    launches: Annotated[Count, Shape(without=("inference", "to")), "Repeat everything in new processes."] = 1
+    processes: Annotated[Count, Shape(without=("inference",)), "Ranks of each run."] = 1
     inference: Annotated[bool, "Measure inference speed; RECIPE may then be a run."] = False
     weights: Annotated[Weights, Shape(only="inference")] = "auto"
     to: Annotated[
         str | None, Shape(metavar="METRIC=VALUE"), "Train until an evaluation reaches a target: top1_accuracy=94."
     ] = None
-    runs: Annotated[int, Ge(1), Shape(only="to"), "Runs with --to, each with its own seed."] = 5
+    runs: Annotated[Count, Shape(only="to"), "Runs with --to, each with its own seed."] = 5
     price_per_hour: Annotated[float | None, Ge(0), Shape(only="to"), "Price of the machine, for the cost of --to."] = (
         None
     )
@@ -558,7 +556,7 @@ class Prove(RecipeCommand):
       paceline prove image_folder data.path=photos --json
     """
 
-    processes: Annotated[int, Ge(1), "Compare with a run of N processes; 1 skips this."] = 2
+    processes: Annotated[Count, "Compare with a run of N processes; 1 skips this."] = 2
 
 
 @command("drill", runs="paceline_advisor.drill.study:drill", group="Verify", place=2)
@@ -578,8 +576,8 @@ class Drill(RecipeCommand):
       paceline drill digits --only kill-all,disk-full --keep
     """
 
-    processes: Annotated[int, Ge(1), "Ranks of a run."] = 1
-    steps: Annotated[int, Ge(1), "Length of a run."] = 40
+    processes: Annotated[Count, "Ranks of a run."] = 1
+    steps: Annotated[Count, "Length of a run."] = 40
     only: Annotated[tuple[str, ...], Shape(metavar="NAME[,NAME]..."), "Try these faults only."] = ()
     keep: Annotated[bool, "Keep the scratch directory, and print its path."] = False
 
@@ -642,9 +640,9 @@ class Landscape:
     epsilon: Annotated[
         tuple[float, ...], Gt(0), Lt(1), Shape(metavar="SIZE,..."), "Box sizes for Keskar's sharpness."
     ] = (1e-3, 5e-4)
-    iterations: Annotated[int, Ge(1), "L-BFGS-B iterations from each start."] = 10
+    iterations: Annotated[Count, "L-BFGS-B iterations from each start."] = 10
     subspace: Annotated[
-        int | None, Ge(1), Shape(metavar="P"), "Restrict that search to a random subspace of P dimensions."
+        OptionalCount, Shape(metavar="P"), "Restrict that search to a random subspace of P dimensions."
     ] = None
     products: Annotated[int, Ge(2), "Maximum Hessian-vector products."] = 40
     tolerance: Annotated[
@@ -749,13 +747,13 @@ class SweepBatch(RecipeCommand):
         "How the learning rate scales with the batch from the recipe's: constant, linear, sqrt, or tuned, which tries "
         "five.",
     ] = ("linear",)
-    seeds: Annotated[int, Ge(1), "Runs per size, one seed each."] = 3
+    seeds: Annotated[Count, "Runs per size, one seed each."] = 3
     longest: Annotated[
         Duration | None,
         Shape(name="--max", metavar="DURATION"),
         "End a run that misses the target by then (default: the recipe's train.duration).",
     ] = None
-    processes: Annotated[int, Ge(1), "Ranks of each run."] = 1
+    processes: Annotated[Count, "Ranks of each run."] = 1
     output: Annotated[
         Output, "Finished runs are written as they end; the same command with the same directory resumes the sweep."
     ] = None
@@ -789,8 +787,8 @@ class Tune(RecipeCommand):
     """
 
     search: Annotated[Path, Shape(required=True, metavar="FILE", path="local"), "Search space, as YAML."]
-    trials: Annotated[int, Ge(1), "Trials in total, including earlier ones."] = 20
-    processes: Annotated[int, Ge(1), "Ranks of each run."] = 1
+    trials: Annotated[Count, "Trials in total, including earlier ones."] = 20
+    processes: Annotated[Count, "Ranks of each run."] = 1
     output: Annotated[Path, Shape(metavar="DIR"), "Runs, journal and result."] = Path("runs/tune")
 
 
@@ -809,9 +807,8 @@ class Roofline(RecipeCommand):
     """
 
     device: Annotated[
-        str | None,
-        Shape(metavar="NAME"),
+        DeviceName,
         "A device by name (h100, a100, v100, t4, …), present or not; cpu measures this one (default: the one here).",
     ] = None
-    top: Annotated[int, Ge(1), "Number of layers to show."] = 15
+    top: Annotated[Count, "Number of layers to show."] = 15
     output: Output = None
