@@ -327,10 +327,6 @@ class Job:
         self._known: dict[tuple[int, str | None], Peak] = {}
         self._least: dict[tuple[int, int | None, str | None], int] = {}
 
-    def accumulates(self, micro_batch: int) -> bool:
-        """Whether a step has several micro-batches of this size, whose gradients are accumulated."""
-        return micro_batch < self.share
-
     def divisor(self, most: int) -> int:
         """Return the largest micro-batch up to ``most`` samples that divides a process's share; 0 if ``most`` is 0."""
         return next((each for each in range(min(most, self.share), 0, -1) if self.share % each == 0), 0)
@@ -424,7 +420,8 @@ class Job:
         return self._known[key]
 
     def _trace(self, micro_batch: int, strategy: str) -> StepTrace:
-        step = self._shared(self.steps(micro_batch), strategy, accumulates=self.accumulates(micro_batch))
+        # Gradients of several smaller micro-batches are accumulated.
+        step = self._shared(self.steps(micro_batch), strategy, accumulates=micro_batch < self.share)
         step = with_input(step, self.plan, self.recipe.data.mix)
         return with_data_set(with_libraries(step, self._machine), self.plan, LARGEST_SHARE_OF_DEVICE)
 

@@ -174,11 +174,6 @@ class Notes:
     scores: list[ScoreNote] = field(default_factory=list)
     final_buffers: str = ""
 
-    @classmethod
-    def read(cls, path: Path) -> Notes:
-        """Read what :meth:`Recorder.finish` wrote."""
-        return TypeAdapter(cls).validate_json(path.read_bytes())
-
 
 @frozen
 class ObservedRun:
@@ -209,7 +204,7 @@ class ObservedRun:
     def ranks(self) -> list[Notes]:
         """The notes of every process that wrote some, in order."""
         paths = (self.folder / f"rank-{rank}.json" for rank in range(self.processes))
-        return [Notes.read(path) for path in paths if path.exists()]
+        return [TypeAdapter(Notes).validate_json(path.read_bytes()) for path in paths if path.exists()]
 
     @cached_property
     def micro_batches(self) -> list[MicroBatchNote]:

@@ -17,9 +17,8 @@ from paceline.plan.strategy import choose_automatically
 from paceline.recipe.schema import Recipe
 from paceline_advisor import Json, frozen
 from paceline_advisor.as_json import as_json
-from paceline_advisor.clusters import find_cluster
 from paceline_advisor.commands import Plan
-from paceline_advisor.scaling.room import Room, cluster_here, rooms
+from paceline_advisor.scaling.room import Room, cluster_of, rooms
 from paceline_advisor.scaling.study import MOST_HERE, Row, ScaleReport, Scaling, shown_hours
 
 LARGEST_WITHOUT_LOSS = 8192
@@ -271,8 +270,7 @@ def _sizes(recipe: Recipe, options: Plan) -> tuple[int, ...]:
     Raises:
         RecipeError: If no number can share the recipe's global batch.
     """
-    on_cpu = recipe.parallel.device == "cpu"
-    cluster = cluster_here((1,), on_cpu=on_cpu) if options.cluster is None else find_cluster(options.cluster)
+    cluster = cluster_of(options.cluster, recipe, (1,))
     available = available_cores() if cluster.shares_cores else cluster.max_devices or options.most_gpus
     if cluster.shares_cores and options.cluster is None:  # the link between the processes is measured
         available = min(available, MOST_HERE)

@@ -36,7 +36,7 @@ from paceline.units import format_bytes
 from paceline_advisor import frozen
 from paceline_advisor.apply import with_values
 from paceline_advisor.bench.interleaved import Variant, run_interleaved
-from paceline_advisor.clusters import Cluster, Link
+from paceline_advisor.clusters import Cluster, Link, find_cluster
 from paceline_advisor.formulas.parallel_step import SPREAD, OneDevice
 from paceline_advisor.memory.job import Job, predicted
 from paceline_advisor.roofline.study import count_step
@@ -298,14 +298,20 @@ _LIMIT_SECONDS = 180
 _UNKNOWN_LINK = Link(10e9, 6.3e-6)
 
 
-def cluster_here(sizes: Sequence[int], *, on_cpu: bool = False) -> Cluster:
-    """Return this machine as a cluster.
+def cluster_of(name: str | None, recipe: Recipe, sizes: Sequence[int]) -> Cluster:
+    """Return the cluster of this name or file, or this machine as a cluster.
 
     Args:
+        name: The name; None for this machine, whose GPUs do not count if the recipe does not use them.
+        recipe: The recipe.
         sizes: Requested numbers of processes; without GPUs, the largest is the number of devices.
-        on_cpu: Whether to ignore its GPUs.
+
+    Raises:
+        RecipeError: If the name is unknown, or the file is malformed.
     """
-    gpus = 0 if on_cpu else torch.cuda.device_count()
+    if name is not None:
+        return find_cluster(name)
+    gpus = 0 if recipe.parallel.device == "cpu" else torch.cuda.device_count()
     cores, device = available_cores(), None
     if gpus:
         name = torch.cuda.get_device_name()

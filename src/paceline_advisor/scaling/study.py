@@ -20,8 +20,9 @@ from paceline.recipe.schema import Recipe
 from paceline.registry import load
 from paceline.units import format_seconds
 from paceline_advisor import Json, frozen
+from paceline_advisor.apply import with_values
 from paceline_advisor.as_json import as_json
-from paceline_advisor.clusters import Cluster, Link, find_cluster
+from paceline_advisor.clusters import Cluster, Link
 from paceline_advisor.commands import Scale
 from paceline_advisor.formulas.parallel_step import (
     HOST_SECONDS,
@@ -39,7 +40,7 @@ from paceline_advisor.launches import check_alone
 from paceline_advisor.scaling.network import ScaledRun, describe
 from paceline_advisor.scaling.room import (
     Share,
-    cluster_here,
+    cluster_of,
     in_passes,
     is_here,
     least_steps,
@@ -294,11 +295,7 @@ class Scaling:
         if recipe.parallel.exact:
             raise RecipeError("parallel.exact=true is not predicted: only ddp and fsdp are; turn it off.")
         self._recipe, self._name, self._options, self._log = recipe, loaded.name, options, log
-        on_cpu = recipe.parallel.device == "cpu"
-        if options.cluster is not None:
-            self.cluster = find_cluster(options.cluster)
-        else:
-            self.cluster = cluster_here(options.sizes, on_cpu=on_cpu)
+        self.cluster = cluster_of(options.cluster, recipe, options.sizes)
         self.device = None if self.cluster.device is None else find_device(self.cluster.device)
         is_own = getattr(load("tasks", recipe.task, RecipeError), "is_own", True)
         has_bf16 = self.device is not None and self.device.peak("bf16") is not None
@@ -311,7 +308,7 @@ class Scaling:
             raise RecipeError(f"--strategy fsdp {why}; ask for ddp.")
         self._strategies = tuple(each for each in strategies if each != "fsdp") if why else strategies
         if len(self._strategies) == 1:  # measured too, whatever the recipe has
-            self._recipe = replace(recipe, parallel=replace(recipe.parallel, strategy=self._strategies[0]))
+            self._recipe = with_values(recipe, {"parallel.strategy": self._strategies[0]})
         loop, cluster = LOOPS[options.loop], self.cluster
         seconds_per_sample = loop.seconds_per_sample if self.subject.decodes else 0.0
         if options.cpu_ms_per_sample is not None:
