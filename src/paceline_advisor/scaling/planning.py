@@ -218,7 +218,7 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
             notices = (f"{title}: its devices' memory is unknown; memory was not checked",)
     except PacelineError as error:
         notices = (f"it is unknown whether a batch fits into memory: {error}",)
-    scaling.shares = {size: found[size].share if size in found else share for size, share in scaling.shares.items()}
+    scaling.shares |= {size: room.share for size, room in found.items()}
     report = scaling.report()
     if options.budget is not None and report.price_per_gpu_hour is None:
         raise RecipeError(f"--budget needs a price, and {report.cluster.title} has none; give --price-per-gpu-hour.")

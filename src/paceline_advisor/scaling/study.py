@@ -325,7 +325,7 @@ class Scaling:
         shares, batch = shares_of(recipe, options.sizes, options.batch_per_gpu), options.one_gpu_batch
         if batch is not None:
             shares = {size: in_passes(share, batch) for size, share in shares.items()}
-        self.shares: Mapping[int, Share] = shares
+        self.shares = shares
 
     def _check(self) -> None:
         options, cluster = self._options, self.cluster
@@ -355,9 +355,7 @@ class Scaling:
         links = {}
         if self.cluster.shares_cores and options.cluster is None:
             links = {size: probe(size) for size in options.sizes if size > 1}
-        price = options.price_per_gpu_hour
-        if price is None:
-            price = self.cluster.price_per_device_hour
+        price = options.price_per_gpu_hour or self.cluster.price_per_device_hour
         rows = []
         for size, share in self.shares.items():
             for strategy in self._strategies if size > 1 else self._strategies[:1]:

@@ -344,13 +344,6 @@ class Swept:
     base_rate: float
     runs: dict[tuple[int, float, int], SweepRun]
 
-    def of(self, rule: Rule, batch: int) -> dict[float, list[SweepRun]]:
-        """Return the runs of a rule with a batch, by rate."""
-        recipe = self.loaded.recipe
-        rates = rates_of(rule, batch, recipe.batch.global_size, self.base_rate)
-        seeds = range(recipe.seed, recipe.seed + self.options.seeds)
-        return {rate: [self.runs[batch, rate, seed] for seed in seeds] for rate in rates}
-
     @cached_property
     def rules(self) -> tuple[RuleResult, ...]:
         """The results of the rules, in the requested order."""
@@ -411,10 +404,12 @@ class Swept:
 
 
 def _of_rule(swept: Swept, rule: Rule) -> RuleResult:
-    rows, points = [], []
+    rows, points, recipe = [], [], swept.loaded.recipe
+    seeds = range(recipe.seed, recipe.seed + swept.options.seeds)
     for batch in sorted(swept.options.batch_sizes):
         found = []
-        for rate, runs in swept.of(rule, batch).items():
+        for rate in rates_of(rule, batch, recipe.batch.global_size, swept.base_rate):
+            runs = [swept.runs[batch, rate, seed] for seed in seeds]
             # A failed run counts as one that has not reached the target.
             watched = [run for run in runs if run.steps > 0]
             steps, ends = [run.steps for run in watched], [run.reached for run in watched]
