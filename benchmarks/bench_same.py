@@ -18,7 +18,7 @@ from pathlib import Path
 from hardware import write_result
 
 from paceline.metrics.intervals import share_interval
-from paceline_advisor.as_json import as_json
+from paceline_advisor import as_json
 from paceline_advisor.bench.comparison import compare
 from paceline_advisor.bench.report import BenchReport, measure_grid
 from paceline_advisor.commands import Bench

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, TypeVar, dataclass_transform
 
 Json = dict[str, Any]
@@ -14,3 +15,14 @@ _T = TypeVar("_T")
 def frozen(kind: type[_T]) -> type[_T]:
     """Make a class a frozen dataclass with keyword-only fields."""
     return dataclass(frozen=True, kw_only=True)(kind)
+
+
+def as_json(value: Any) -> Any:
+    """Return JSON values, also for what is inside: the answer of ``to_json``, or else the fields of a dataclass."""
+    if hasattr(value, "to_json"):
+        return as_json(value.to_json())
+    if is_dataclass(value):
+        return as_json(vars(value))
+    if isinstance(value, Mapping):
+        return {key: as_json(each) for key, each in value.items()}
+    return [as_json(each) for each in value] if isinstance(value, list | tuple) else value

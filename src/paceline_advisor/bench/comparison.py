@@ -23,8 +23,7 @@ from paceline.records.events import for_display
 from paceline.records.reader import read_environment, read_events, read_recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.report.html.runs import flattened
-from paceline_advisor import Json, frozen
-from paceline_advisor.as_json import as_json
+from paceline_advisor import Json, as_json, frozen
 
 Verdict = Literal["slower", "no slower", "faster", "not enough evidence", "not comparable"]
 

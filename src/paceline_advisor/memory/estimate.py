@@ -21,9 +21,8 @@ from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep
 from paceline.units import format_bytes, format_count
-from paceline_advisor import Json, frozen
+from paceline_advisor import Json, as_json, frozen
 from paceline_advisor.apply import with_values
-from paceline_advisor.as_json import as_json
 from paceline_advisor.commands import Estimate
 from paceline_advisor.memory.allocations import unknown_kernels
 from paceline_advisor.memory.allocator import Settings

@@ -26,9 +26,8 @@ from paceline.pages.shown import Shown
 from paceline.plain_json import load_json
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
-from paceline_advisor import Json, frozen
+from paceline_advisor import Json, as_json, frozen
 from paceline_advisor.apply import with_values
-from paceline_advisor.as_json import as_json
 from paceline_advisor.commands import Roofline
 from paceline_advisor.formulas.network import Tiling, aligned_sizes, alignment_bytes_multiple, best_tiling, better_sizes
 

@@ -15,8 +15,7 @@ from paceline.plan.batching import usable_processes
 from paceline.plan.rates import lr_factor
 from paceline.plan.strategy import choose_automatically
 from paceline.recipe.schema import Recipe
-from paceline_advisor import Json, frozen
-from paceline_advisor.as_json import as_json
+from paceline_advisor import Json, as_json, frozen
 from paceline_advisor.commands import Plan
 from paceline_advisor.scaling.room import Room, cluster_of, rooms
 from paceline_advisor.scaling.study import MOST_HERE, Row, ScaleReport, Scaling, shown_hours

@@ -19,9 +19,8 @@ from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.schema import Recipe
 from paceline.registry import load
 from paceline.units import format_seconds
-from paceline_advisor import Json, frozen
+from paceline_advisor import Json, as_json, frozen
 from paceline_advisor.apply import with_values
-from paceline_advisor.as_json import as_json
 from paceline_advisor.clusters import Cluster, Link
 from paceline_advisor.commands import Scale
 from paceline_advisor.formulas.parallel_step import (

@@ -26,9 +26,8 @@ from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import write_text
 from paceline.trainer.subject import Subject
 from paceline.world import World
-from paceline_advisor import Json, frozen
+from paceline_advisor import Json, as_json, frozen
 from paceline_advisor.apply import QUIET, with_values
-from paceline_advisor.as_json import as_json
 from paceline_advisor.bench.target import Target, TargetRun, one_run
 from paceline_advisor.commands import SweepBatch
 from paceline_advisor.formulas.batch_law import BatchLaw, SweepPoint, fit_batch_law, why_no_law

@@ -40,9 +40,8 @@ from paceline.trainer.step import micro_batches
 from paceline.trainer.subject import Options, resumed_recipe
 from paceline.trainer.train import opened_run
 from paceline.trainer.warmup import FP16_SCALE, GradientProbe
-from paceline_advisor import Json, frozen
+from paceline_advisor import Json, as_json, frozen
 from paceline_advisor.apply import with_values
-from paceline_advisor.as_json import as_json
 from paceline_advisor.commands import NoiseScale
 
 # Default number of micro-batches per step: each additional one helps less.
