@@ -8,15 +8,16 @@ in reverse order. A temporary slowdown of the machine affects all of them, and c
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +36,6 @@ from paceline.telemetry.meter import WARMUP_STEPS
 from paceline.units import Duration, TimeSpan
 from paceline_advisor import Json, frozen
 from paceline_advisor.apply import with_values
-from paceline_advisor.bench.interleaved_process import WorkerConfig, command_line
 from paceline_advisor.launches import check_alone
 
 Part = Literal["together", "compute", "data"]
@@ -246,9 +246,8 @@ class _VariantRunner:
         timed = recipe_for_timing(without_growth(variant.recipe, variant.processes))
         recipe.write_text(to_yaml(timed), encoding="utf-8")
         run_dir, scratch = str(folder / "run"), str(self._scratch)
-        config = partial(
-            WorkerConfig, recipe=str(recipe), run_dir=run_dir, scratch=scratch, part=variant.part, parent=os.getpid()
-        )
+        settings = {"recipe": str(recipe), "run_dir": run_dir, "scratch": scratch, "part": variant.part}
+        program = [sys.executable, "-P", "-m", "paceline_advisor.bench.interleaved_process"]
         base, count, cores = without_rank_variables(os.environ), variant.processes, available_cores()
         for rank in range(count):
             rank_environment = rank_variables(rank, count, meeting, cores=cores) if count > 1 else {}
@@ -259,7 +258,7 @@ class _VariantRunner:
                 descriptor = child_end.fileno()
                 try:
                     child = self._group.start(
-                        command_line(config(turns=descriptor)),
+                        [*program, json.dumps({**settings, "parent": os.getpid(), "turns": descriptor})],
                         env=environment,
                         stdin=subprocess.DEVNULL,
                         stdout=errors,
