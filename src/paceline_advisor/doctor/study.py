@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
 from paceline.trainer.subject import Subject
 from paceline.world import World
-from paceline_advisor import Json, frozen
+from paceline_advisor import Json, as_json, frozen
 from paceline_advisor.apply import write_new
 from paceline_advisor.bench.interleaved import Measurement, run_interleaved
 from paceline_advisor.commands import Doctor
@@ -111,9 +111,9 @@ class Diagnosis:
     check_seconds: float
     seconds: float
     unseen: dict[str, str]
-    loaded: LoadedRecipe = field(repr=False)
-    machine: MachineFacts = field(repr=False)
-    improved: Improved = field(default_factory=Improved, repr=False)
+    loaded: LoadedRecipe
+    machine: MachineFacts
+    improved: Improved = Improved()
 
     @property
     def is_healthy(self) -> bool:
@@ -122,15 +122,14 @@ class Diagnosis:
 
     def to_json(self) -> Json:
         """The diagnosis as one JSON object."""
-        tree = asdict(replace(self, loaded=LoadedRecipe(Recipe(), "")))
-        del tree["loaded"], tree["machine"], tree["improved"]
+        tree = {key: value for key, value in vars(self).items() if key not in ("loaded", "machine", "improved")}
         improved = self.improved
         applied = {
             "applied": [each.name for each in improved.met],
             "left_out": improved.left_out,
             "changes": improved.lines,
         }
-        return {"healthy": self.is_healthy, **tree, **applied}
+        return {"healthy": self.is_healthy, **as_json(tree), **applied}
 
     def __paceline__(self) -> Shown:
         """Show each finding with its evidence, reason, change and gain."""

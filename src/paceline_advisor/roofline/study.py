@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -491,8 +490,12 @@ def this_cpu() -> Device:
     cores = available_cores()
     same = (cpu_name(), cores, torch.get_num_threads(), torch.__version__)
     path = cache_folder() / "roofline" / f"{hashlib.sha256(repr(same).encode()).hexdigest()[:16]}.json"
-    found = _recall(path)
-    if found is None:
+    try:
+        stored = load_json(path.read_bytes())
+        rates = {name: float(stored["flops_per_second"][name]) for name in _TYPES}
+        rest = {"bytes_per_second": float(stored["bytes_per_second"]), "measured": str(stored["measured"])}
+        found: Json = {"flops_per_second": rates, **rest}
+    except (OSError, ValueError, KeyError, TypeError):  # not measured yet, or damaged
         flops = {}
         # A separate generator: random states do not change.
         numbers = torch.randn(2, _SIZE, _SIZE, generator=torch.Generator().manual_seed(0))
@@ -530,16 +533,6 @@ def _least_seconds(run: Callable[[], Any]) -> float:
         run()
         times.append(time.perf_counter() - start_time)
     return min(times)
-
-
-def _recall(path: Path) -> Json | None:
-    try:
-        stored = load_json(path.read_bytes())
-        rates = {name: float(stored["flops_per_second"][name]) for name in _TYPES}
-        cached = {"bytes_per_second": float(stored["bytes_per_second"]), "measured": str(stored["measured"])}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return {**cached, "flops_per_second": rates}
 
 
 # With so many groups that a group's product is no wider than this, a convolution reads about as much as it computes.
