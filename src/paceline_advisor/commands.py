@@ -155,7 +155,7 @@ class Sweep:
 
 @command("find-lr", runs="paceline_advisor.tuning.lr_range:measure", group="Advise", place=1)
 @frozen
-class FindLr(Sweep):
+class FindLr(RecipeCommand, Sweep):
     """Find a learning rate by a range test.
 
     RECIPE is a shipped name, a YAML file, or a run directory, whose recipe is tested. The first steps are trained with
@@ -173,8 +173,6 @@ class FindLr(Sweep):
       paceline find-lr mine.yaml --processes 2 --suggestion steepest --apply better.yaml
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     processes: JoinedProcesses = None
     suggestion: Annotated[
         Literal["median", "trough", "valley", "steepest", "minimum", "slide"], "Which suggestion --apply writes."
