@@ -402,12 +402,16 @@ def _run_in_turns(
             if all(each.measured.trouble for each in runners.values()):
                 break
             log(f"round {number + 1} of {rounds}")
-            # Reversed in every second one, so that drift favours no variant.
-            for each in list(runners.values())[:: -1 if number % 2 else 1]:
+            for each in in_order(list(runners.values()), number):
                 each.guarded(each.take_turn)
         for each in runners.values():
             each.finish()
         return {name: each.measured for name, each in runners.items()}
+
+
+def in_order(runners: Sequence[Any], number: int) -> Sequence[Any]:
+    """Return the order of turns in a round: reversed in every second one, so that drift favours no variant."""
+    return runners[:: -1 if number % 2 else 1]
 
 
 def recipe_for_timing(recipe: Recipe) -> Recipe:
