@@ -368,7 +368,7 @@ _AUTOTUNE = {"cudnn.benchmark": False, "cudnn.enabled": False, "cudnn.determinis
 def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Calls]:
     """Send a few samples of the recipe's data through its task, forward and backward, and record the calls.
 
-    Call this within :func:`~paceline_advisor.doctor.behaviour.untouched`.
+    Call this within :func:`~paceline_advisor.doctor.behaviour.preserved_state`.
 
     Raises:
         PacelineError: If the recipe cannot be run.
@@ -428,7 +428,7 @@ def _observe(subject: Subject, batch: Batch) -> tuple[Anatomy, Calls]:
     if "anomaly" in calls.debugging:
         place = find_line(files, r"\bdetect_anomaly\(|\bset_detect_anomaly\(")
         calls.debugging["anomaly"] = place or calls.debugging["anomaly"]
-    # cuDNN settings that differ from those set by `untouched`.
+    # cuDNN settings that differ from those set by `preserved_state`.
     calls.states = {
         f"torch.backends.{name}={value}": find_line(files, rf"\b{name}\s*=[^=]")
         for name, value in _AUTOTUNE.items()
