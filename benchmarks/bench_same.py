@@ -18,6 +18,7 @@ from pathlib import Path
 from hardware import write_result
 
 from paceline.metrics.intervals import share_interval
+from paceline_advisor import as_json
 from paceline_advisor.bench.comparison import compare
 from paceline_advisor.bench.report import BenchReport, measure_grid
 from paceline_advisor.commands import Bench
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "pairs": len(pairs),
             "alarms": {str(tolerance): count for tolerance, count in alarms.items()},
             "throughputs": rates,
-            "slower": [each.lines[0].to_json() for each in found[0.0]],
+            "slower": [as_json(each.lines[0]) for each in found[0.0]],
         }
         print(write_result("bench-same", result, lines))
 

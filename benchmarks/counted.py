@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,11 @@ from paceline.models.lecture_net import lecture_net
 from paceline.models.recompute import recompute_blocks
 from paceline.models.small_resnet import small_resnet
 from paceline.world import World
+from paceline_advisor.formulas.catalogue import published
 from paceline_advisor.formulas.network import allocated_bytes, tile_overhead, training_state_bytes, zero_bytes
-from paceline_advisor.formulas.roofline import convolution_intensity, gemm_intensity, ridge_point
+
+# The formulas of the tables, by name.
+rule = SimpleNamespace(**{each.name: each.function for each in published()})
 
 Figures = dict[str, float]
 COUNTS: dict[str, Callable[[], Figures]] = {}
@@ -200,10 +204,10 @@ def loss_scaler() -> Figures:
 @counted
 def intensity_at_128() -> Figures:
     """FLOP per byte of linear layers of 128 and 4,096 features at a batch of 128, and what GPUs need to be busy."""
-    found = {"all 128": gemm_intensity(128, 128, 128), "4,096 features": gemm_intensity(128, 4096, 4096)}
+    found = {"all 128": rule.gemm_intensity(128, 128, 128), "4,096 features": rule.gemm_intensity(128, 4096, 4096)}
     for name in ("v100-16gb", "a100-40gb", "h100"):
         device = DEVICES[name]
-        found[name] = ridge_point(device.flops_per_second["fp16"], device.bytes_per_second)
+        found[name] = rule.ridge_point(device.flops_per_second["fp16"], device.bytes_per_second)
     return found
 
 
@@ -233,7 +237,7 @@ def sharded_state() -> Figures:
 def depthwise() -> Figures:
     """FLOP per byte of a 3x3 convolution of 256 channels, 14 pixels, batch 256: depthwise, and of all channels."""
     sizes = {"batch": 256, "channels": 256, "size": 14, "filters": 256, "kernel": 3}
-    return {"depthwise": convolution_intensity(**sizes, groups=256), "dense": convolution_intensity(**sizes)}
+    return {"depthwise": rule.convolution_intensity(**sizes, groups=256), "dense": rule.convolution_intensity(**sizes)}
 
 
 @counted

@@ -52,9 +52,9 @@ class Checkpoints:
 
     Example:
         >>> checkpoints = Checkpoints("checkpoints")
-        >>> step = checkpoints.load(model=model, optimizer=optimizer, best=0.0)
+        >>> done = checkpoints.load(model=model, optimizer=optimizer, best=0.0) or 0
         >>> best = checkpoints.values["best"]
-        >>> for step in range(step + 1, 1001):
+        >>> for step in range(done + 1, 1001):
         ...     train_step()
         ...     if step % 100 == 0:
         ...         checkpoints.save(step, model=model, optimizer=optimizer, best=best)

@@ -162,8 +162,8 @@ def _annotation(name: str, hints: Mapping[str, Any]) -> Any:
     members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if kind is str and (shape.recipe or shape.path):
         members = (Path,)
-    members = sorted((*members, *((str,) if shape.parse is not None else ())), key=lambda each: each is NoneType)
-    return functools.reduce(operator.or_, map(_widened, members))
+    every = sorted((*members, *((str,) if shape.parse is not None else ())), key=lambda each: each is NoneType)
+    return functools.reduce(operator.or_, map(_widened, every))
 
 
 def _widened(kind: Any) -> Any:

@@ -1,11 +1,40 @@
-"""Write a recipe to a new file, for `--apply`."""
+"""Change a recipe, and write it to a new file for `--apply`."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from paceline.errors import RecipeError
+from paceline.recipe.running import Checkpoint, Telemetry
+from paceline.recipe.schedule import Schedule
+from paceline.recipe.schema import Recipe
+from paceline.units import Duration
+
+QUIET: Mapping[str, Any] = MappingProxyType(
+    {
+        "schedule": Schedule(name="constant"),
+        "checkpoint": Checkpoint(every=None, keep_best=False),
+        "telemetry": Telemetry(log_every=Duration(1, "steps"), trackers=()),
+    }
+)
+"""Values of a short run whose result does not matter."""
+
+
+def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """Return a recipe with other values or sections by dotted key; they are not validated."""
+    for key, value in values.items():
+        recipe = _with_value(recipe, key.split("."), value)
+    return recipe
+
+
+def _with_value(section: Any, path: Sequence[str], value: Any) -> Any:
+    name, *rest = path
+    return replace(section, **{name: _with_value(getattr(section, name), rest, value) if rest else value})
 
 
 def check_new(path: Path | None) -> None:

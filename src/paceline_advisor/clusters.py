@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from paceline.errors import RecipeError, did_you_mean
 from paceline.files import refuse_special_inputs
 from paceline.plain_yaml import BoundedLoader
+from paceline_advisor import frozen
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Link:
     latency_seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Cluster:
     """Identical machines, and the network between them.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -26,18 +26,41 @@ from paceline.command import (
     command,
 )
 from paceline.errors import PacelineError, RecipeError, did_you_mean
-from paceline.recipe.load import refuse_training_overrides
+from paceline.recipe.load import LoadedRecipe, load_recipe, refuse_training_overrides
 from paceline.recipe.running import Parallel
 from paceline.recipe.training import Train
 from paceline.units import Duration, TimeSpan, parse_bytes
+from paceline_advisor import frozen
 from paceline_advisor.apply import check_new
+
+Count = Annotated[int, Ge(1)]
+OptionalCount = Annotated[int | None, Ge(1)]
+NewFile = Annotated[Path | None, Shape(metavar="FILE")]
+DeviceName = Annotated[str | None, Shape(metavar="NAME")]
+
+
+@frozen
+class RecipeCommand:
+    """A command on a recipe."""
+
+    recipe: RecipeName
+    overrides: Overrides = ()
+
+    def load(self) -> LoadedRecipe:
+        """Return the recipe with its overrides.
+
+        Raises:
+            RecipeError: For a mistake in them.
+        """
+        return load_recipe(self.recipe, self.overrides)
+
 
 # ------------------------------------------------------------------------------------------------ before a run
 
 
 @command("estimate", runs="paceline_advisor.memory.estimate:estimate", group="Before a run", place=0)
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
+@frozen
+class Estimate(RecipeCommand):
     """Estimate training memory on any GPU, whether or not you have it.
 
     It shows the memory of steps and evaluation by cause, and which batches fit which GPUs. The steps run on
@@ -52,22 +75,17 @@ class Estimate:
       paceline estimate digits --device cpu --json
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
-    device: Annotated[
-        str | None, Shape(metavar="NAME"), "A known GPU (h100, a100-80gb, …) or cpu (default: what a run would use)."
-    ] = None
+    device: Annotated[DeviceName, "A known GPU (h100, a100-80gb, …) or cpu (default: what a run would use)."] = None
     processes: Annotated[
-        int | None,
-        Ge(1),
+        OptionalCount,
         "Ranks of the estimated run; none is started (default: one per GPU, 1 on a CPU or with --device).",
     ] = None
     expandable_segments: Annotated[bool, "As with PYTORCH_ALLOC_CONF=expandable_segments:True."] = False
 
 
 @command("find-batch", runs="paceline_advisor.memory.find_batch:find_batch", group="Advise", place=2)
-@dataclass(frozen=True, kw_only=True)
-class FindBatch:
+@frozen
+class FindBatch(RecipeCommand):
     """Find the largest micro-batch that fits, by trying.
 
     A size fits if it survives two whole steps and an evaluation on all ranks. Sizes are doubled and then bisected; each
@@ -80,11 +98,8 @@ class FindBatch:
       paceline find-batch digits --processes 2 --memory 1GiB --apply smaller.yaml
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     processes: Annotated[
-        int | None,
-        Ge(1),
+        OptionalCount,
         "Start N ranks on this machine (default: one per GPU, 1 on a CPU). Run it alone, not under torchrun or srun.",
     ] = None
     memory: Annotated[
@@ -92,7 +107,7 @@ class FindBatch:
         Shape(metavar="SIZE", parse=parse_bytes),
         "Memory limit of each process, for example 4GiB (default: a whole GPU, or its share of the free main memory).",
     ] = None
-    apply: Annotated[Path | None, Shape(metavar="FILE"), "Write the recipe with the micro-batch found."] = None
+    apply: Annotated[NewFile, "Write the recipe with the micro-batch found."] = None
 
     def __post_init__(self) -> None:
         check_new(self.apply)
@@ -101,7 +116,7 @@ class FindBatch:
 _FEWEST_STEPS = 20
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Sweep:
     """Return the settings of a range test.
 
@@ -139,8 +154,8 @@ class Sweep:
 
 
 @command("find-lr", runs="paceline_advisor.tuning.lr_range:measure", group="Advise", place=1)
-@dataclass(frozen=True, kw_only=True)
-class FindLr(Sweep):
+@frozen
+class FindLr(RecipeCommand, Sweep):
     """Find a learning rate by a range test.
 
     RECIPE is a shipped name, a YAML file, or a run directory, whose recipe is tested. The first steps are trained with
@@ -158,13 +173,11 @@ class FindLr(Sweep):
       paceline find-lr mine.yaml --processes 2 --suggestion steepest --apply better.yaml
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     processes: JoinedProcesses = None
     suggestion: Annotated[
         Literal["median", "trough", "valley", "steepest", "minimum", "slide"], "Which suggestion --apply writes."
     ] = "median"
-    apply: Annotated[Path | None, Shape(metavar="FILE"), "Write the recipe with that learning rate."] = None
+    apply: Annotated[NewFile, "Write the recipe with that learning rate."] = None
     output: Output = None
 
     @property
@@ -178,15 +191,12 @@ class FindLr(Sweep):
         super().__post_init__()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
+@frozen
+class Cluster(RecipeCommand):
     """Options of `scale` and `plan`: the cluster, and the speed of one device on it."""
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     batch_per_gpu: Annotated[
-        int | None,
-        Ge(1),
+        OptionalCount,
         "Give each GPU N samples, so that the step grows with the number of GPUs (weak scaling), as in published "
         "tables. Without it they share the recipe's global batch (strong scaling).",
     ] = None
@@ -202,13 +212,13 @@ class Cluster:
     shared_node: Annotated[
         bool, "Pay only for the GPUs used; without it whole nodes are paid for, as clouds rent them."
     ] = False
-    samples: Annotated[int | None, Ge(1), "Training samples per epoch, if the data is not here."] = None
+    samples: Annotated[OptionalCount, "Training samples per epoch, if the data is not here."] = None
     throughput: Annotated[float | None, Gt(0), Shape(metavar="RATE"), "One GPU's samples per second."] = None
     step_seconds: Annotated[
         float | None, Gt(0), Shape(metavar="S"), "One GPU's step time, instead of --throughput."
     ] = None
     one_gpu_batch: Annotated[
-        int | None, Ge(1), "Samples of the step measured for that figure; larger shares take several passes."
+        OptionalCount, "Samples of the step measured for that figure; larger shares take several passes."
     ] = None
     loop: Annotated[
         Literal["paceline", "nvidia-convnets"],
@@ -240,7 +250,7 @@ class Cluster:
 
 
 @command("scale", runs="paceline_advisor.scaling.study:scale", group="Before a run", place=2)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Scale(Cluster):
     """Predict scaling over GPUs, and measure it where possible.
 
@@ -261,7 +271,7 @@ class Scale(Cluster):
     ] = (1, 2, 4, 8)
     strategy: Annotated[Literal["both", "ddp", "fsdp"], "Strategies to predict."] = "both"
     measure: Annotated[bool, "Run the recipe here in these sizes too, and print what was predicted."] = False
-    rounds: Annotated[int | None, Ge(1), "Rounds per measurement (default: 5)."] = None
+    rounds: Annotated[OptionalCount, "Rounds per measurement (default: 5)."] = None
     output: Output = None
 
     @property
@@ -281,7 +291,7 @@ class Scale(Cluster):
 
 
 @command("plan", runs="paceline_advisor.scaling.planning:plan_training", group="Before a run", place=1)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Plan(Cluster):
     """Choose the number of GPUs for a deadline or a budget.
 
@@ -303,7 +313,7 @@ class Plan(Cluster):
         TimeSpan | None, Shape(metavar="TIME", parse=TimeSpan.parse), "Maximum training time: 8h, 90 minutes, 2d."
     ] = None
     budget: Annotated[float | None, Gt(0), Shape(metavar="DOLLARS"), "Maximum cost."] = None
-    most_gpus: Annotated[int, Ge(1), "Maximum number of GPUs to consider."] = 256
+    most_gpus: Annotated[Count, "Maximum number of GPUs to consider."] = 256
     lr_rule: Annotated[
         Literal["none", "linear", "sqrt"],
         "Learning-rate rule for a larger batch; none leaves it to the recipe's optimizer.lr_scaling.",
@@ -326,7 +336,7 @@ class Plan(Cluster):
 
 
 @command("formulas", runs="paceline_advisor.formulas.catalogue:look_up", group="Study", place=5)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Formulas:
     """Compute a rule of thumb: rooflines, memory, batch sizes, scaling, time.
 
@@ -348,8 +358,8 @@ class Formulas:
 
 
 @command("doctor", runs="paceline_advisor.doctor.study:diagnose", group="Advise", place=0)
-@dataclass(frozen=True, kw_only=True)
-class Doctor:
+@frozen
+class Doctor(RecipeCommand):
     """Find what limits a run's speed, and measure each change.
 
     RECIPE may be a run directory. The doctor examines the recipe and its plan, the network's modules on fake tensors,
@@ -365,21 +375,17 @@ class Doctor:
       paceline doctor mine.yaml data.workers=4 --measure --apply better.yaml
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     device: Annotated[
-        str | None,
-        Shape(metavar="NAME"),
+        DeviceName,
         "Check for this device (a100, t4, cpu, …), present or not (default: the one here).",
     ] = None
     processes: Annotated[
-        int | None, Ge(1), "Check a run of N processes (default: 1, or 2 where parallel.strategy needs several)."
+        OptionalCount, "Check a run of N processes (default: 1, or 2 where parallel.strategy needs several)."
     ] = None
     measure: Annotated[bool, "Measure the gain of each change, in short interleaved bursts."] = False
     rounds: Annotated[int, Ge(4), Shape(only="measure"), "Rounds per change with --measure."] = 8
     apply: Annotated[
-        Path | None,
-        Shape(metavar="FILE"),
+        NewFile,
         "Write the recipe with all compatible changes that do not alter the training; with --measure, those with a "
         "gain.",
     ] = None
@@ -409,8 +415,8 @@ def _batch_size(word: str) -> int:
 @command(
     "recipe", runs="paceline_advisor.bench.report:bench", files=("benchmark.json", "benchmark.md", "benchmark.html")
 )
-@dataclass(frozen=True, kw_only=True)
-class Bench:
+@frozen
+class Bench(RecipeCommand):
     """Measure how fast a recipe trains or answers, and compare.
 
     Training is measured over batch sizes, devices, precisions and back-ends. Each combination is a separate run in a
@@ -432,8 +438,6 @@ class Bench:
       paceline bench compare before after
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     batch_sizes: Annotated[
         tuple[int, ...],
         Shape(metavar="N,...", parse=_batch_size, without=("to",)),
@@ -459,16 +463,16 @@ class Bench:
         Shape(metavar="NAME,...", without=("inference", "to")),
         "together, compute, data.",
     ] = ("together", "compute", "data")
-    rounds: Annotated[int, Ge(1), Shape(without=("inference", "to")), "Rounds per combination."] = 5
+    rounds: Annotated[Count, Shape(without=("inference", "to")), "Rounds per combination."] = 5
     seconds: Annotated[float, Ge(0.01), Shape(without=("to",)), "Measured time per round."] = 2.0
-    launches: Annotated[int, Ge(1), Shape(without=("inference", "to")), "Repeat everything in new processes."] = 1
-    processes: Annotated[int, Ge(1), Shape(without=("inference",)), "Ranks of each run."] = 1
+    launches: Annotated[Count, Shape(without=("inference", "to")), "Repeat everything in new processes."] = 1
+    processes: Annotated[Count, Shape(without=("inference",)), "Ranks of each run."] = 1
     inference: Annotated[bool, "Measure inference speed; RECIPE may then be a run."] = False
     weights: Annotated[Weights, Shape(only="inference")] = "auto"
     to: Annotated[
         str | None, Shape(metavar="METRIC=VALUE"), "Train until an evaluation reaches a target: top1_accuracy=94."
     ] = None
-    runs: Annotated[int, Ge(1), Shape(only="to"), "Runs with --to, each with its own seed."] = 5
+    runs: Annotated[Count, Shape(only="to"), "Runs with --to, each with its own seed."] = 5
     price_per_hour: Annotated[float | None, Ge(0), Shape(only="to"), "Price of the machine, for the cost of --to."] = (
         None
     )
@@ -480,7 +484,7 @@ class Bench:
 
 
 @command("compare", runs="paceline_advisor.bench.report:compare_results")
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class BenchCompare:
     """Tell whether B is slower than A: two results of `paceline bench --output`, or two run directories.
 
@@ -533,8 +537,8 @@ def bench() -> click.Group:
 
 
 @command("prove", runs="paceline_advisor.prove.study:prove", group="Verify", place=1)
-@dataclass(frozen=True, kw_only=True)
-class Prove:
+@frozen
+class Prove(RecipeCommand):
     """Prove that a recipe computes what it says, also with your own code.
 
     The recipe is trained for a few steps in several ways and compared with plain PyTorch. One process with one batch a
@@ -550,14 +554,12 @@ class Prove:
       paceline prove image_folder data.path=photos --json
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
-    processes: Annotated[int, Ge(1), "Compare with a run of N processes; 1 skips this."] = 2
+    processes: Annotated[Count, "Compare with a run of N processes; 1 skips this."] = 2
 
 
 @command("drill", runs="paceline_advisor.drill.study:drill", group="Verify", place=2)
-@dataclass(frozen=True, kw_only=True)
-class Drill:
+@frozen
+class Drill(RecipeCommand):
     """Kill and disturb runs of a recipe, and check that nothing is lost.
 
     Short runs are killed, stopped, starved and damaged, and each is compared with an undisturbed one. Everything
@@ -572,10 +574,8 @@ class Drill:
       paceline drill digits --only kill-all,disk-full --keep
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
-    processes: Annotated[int, Ge(1), "Ranks of a run."] = 1
-    steps: Annotated[int, Ge(1), "Length of a run."] = 40
+    processes: Annotated[Count, "Ranks of a run."] = 1
+    steps: Annotated[Count, "Length of a run."] = 40
     only: Annotated[tuple[str, ...], Shape(metavar="NAME[,NAME]..."), "Try these faults only."] = ()
     keep: Annotated[bool, "Keep the scratch directory, and print its path."] = False
 
@@ -594,7 +594,7 @@ def _samples(text: str) -> int | None:
 
 
 @command("landscape", runs="paceline_advisor.landscape.study:explore", group="Study", place=4)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Landscape:
     """Plot the loss around a run's weights, and measure sharpness.
 
@@ -638,9 +638,9 @@ class Landscape:
     epsilon: Annotated[
         tuple[float, ...], Gt(0), Lt(1), Shape(metavar="SIZE,..."), "Box sizes for Keskar's sharpness."
     ] = (1e-3, 5e-4)
-    iterations: Annotated[int, Ge(1), "L-BFGS-B iterations from each start."] = 10
+    iterations: Annotated[Count, "L-BFGS-B iterations from each start."] = 10
     subspace: Annotated[
-        int | None, Ge(1), Shape(metavar="P"), "Restrict that search to a random subspace of P dimensions."
+        OptionalCount, Shape(metavar="P"), "Restrict that search to a random subspace of P dimensions."
     ] = None
     products: Annotated[int, Ge(2), "Maximum Hessian-vector products."] = 40
     tolerance: Annotated[
@@ -695,7 +695,7 @@ class Landscape:
 
 
 @command("noise-scale", runs="paceline_advisor.tuning.noise_scale:measure_noise", group="Study", place=2)
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class NoiseScale:
     """Measure the gradient noise scale: how large a batch still pays.
 
@@ -719,8 +719,8 @@ class NoiseScale:
 
 
 @command("sweep-batch", runs="paceline_advisor.tuning.batch_sweep:sweep_batch", group="Study", place=3)
-@dataclass(frozen=True, kw_only=True)
-class SweepBatch:
+@frozen
+class SweepBatch(RecipeCommand):
     """Train to a target with several batch sizes; fit where larger ones stop paying.
 
     Each run trains in a scratch directory until the first evaluation that meets the target. Up to
@@ -737,8 +737,6 @@ class SweepBatch:
           --lr-rules linear,sqrt --output sweep
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     batch_sizes: Annotated[tuple[int, ...], Ge(1), Shape(required=True, metavar="N,..."), "Global batch sizes."]
     to: Annotated[str, Shape(required=True, metavar="METRIC=VALUE"), "The target, for example top1_accuracy=94."]
     lr_rules: Annotated[
@@ -747,13 +745,13 @@ class SweepBatch:
         "How the learning rate scales with the batch from the recipe's: constant, linear, sqrt, or tuned, which tries "
         "five.",
     ] = ("linear",)
-    seeds: Annotated[int, Ge(1), "Runs per size, one seed each."] = 3
+    seeds: Annotated[Count, "Runs per size, one seed each."] = 3
     longest: Annotated[
         Duration | None,
         Shape(name="--max", metavar="DURATION"),
         "End a run that misses the target by then (default: the recipe's train.duration).",
     ] = None
-    processes: Annotated[int, Ge(1), "Ranks of each run."] = 1
+    processes: Annotated[Count, "Ranks of each run."] = 1
     output: Annotated[
         Output, "Finished runs are written as they end; the same command with the same directory resumes the sweep."
     ] = None
@@ -766,8 +764,8 @@ class SweepBatch:
     group="Advise",
     place=3,
 )
-@dataclass(frozen=True, kw_only=True)
-class Tune:
+@frozen
+class Tune(RecipeCommand):
     """Search for better recipe values with Optuna; each trial is a run.
 
     FILE maps recipe keys to a list of choices, or to {low: A, high: B}, with log: true or step: C if wanted:
@@ -786,17 +784,15 @@ class Tune:
       paceline tune image_folder data.path=photos --search search.yaml --trials 40 --output runs/tune-photos
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     search: Annotated[Path, Shape(required=True, metavar="FILE", path="local"), "Search space, as YAML."]
-    trials: Annotated[int, Ge(1), "Trials in total, including earlier ones."] = 20
-    processes: Annotated[int, Ge(1), "Ranks of each run."] = 1
+    trials: Annotated[Count, "Trials in total, including earlier ones."] = 20
+    processes: Annotated[Count, "Ranks of each run."] = 1
     output: Annotated[Path, Shape(metavar="DIR"), "Runs, journal and result."] = Path("runs/tune")
 
 
 @command("roofline", runs="paceline_advisor.roofline.study:roofline", group="Study", place=1)
-@dataclass(frozen=True, kw_only=True)
-class Roofline:
+@frozen
+class Roofline(RecipeCommand):
     """Compare a training step with a device's limits, layer by layer.
 
     The step runs on fake tensors: nothing is computed and no data is read. Times are lower bounds per operator, so a
@@ -808,12 +804,9 @@ class Roofline:
       paceline roofline digits --device cpu --json
     """
 
-    recipe: RecipeName
-    overrides: Overrides = ()
     device: Annotated[
-        str | None,
-        Shape(metavar="NAME"),
+        DeviceName,
         "A device by name (h100, a100, v100, t4, …), present or not; cpu measures this one (default: the one here).",
     ] = None
-    top: Annotated[int, Ge(1), "Number of layers to show."] = 15
+    top: Annotated[Count, "Number of layers to show."] = 15
     output: Output = None

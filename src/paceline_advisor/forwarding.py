@@ -1,9 +1,11 @@
-"""Tasks that stand for another task: methods that pass their calls on."""
+"""Tasks and pipelines that stand for another one, and pass calls on to it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+from paceline.tasks.task import Task
 
 
 def forwarded(name: str) -> Callable[..., Any]:
@@ -13,3 +15,23 @@ def forwarded(name: str) -> Callable[..., Any]:
         return getattr(self.task, name)(*arguments, **options)
 
     return forward
+
+
+class StandIn(Task):
+    """A task that stands for another one, ``task``."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task.recipe)
+        self.task = task
+        self.metrics, self.headline, self.unit = task.metrics, task.headline, task.unit
+        self.gives_scores = task.gives_scores
+
+
+class PassesOn:
+    """An object that passes on to another one what it does not define itself."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

@@ -13,7 +13,6 @@ import pytest
 from paceline.metrics.critical_batch import examples_ratio, steps_ratio
 from paceline_advisor.formulas.catalogue import published
 from paceline_advisor.formulas.network import tile_count, wave_count, zero_bytes
-from paceline_advisor.formulas.roofline import elementwise_intensity, gemm_intensity, peak_flops_per_second
 from paceline_advisor.formulas.scaling import olympic_mean, progressive_resizing_minutes
 
 # The formulas of the tables, by name.
@@ -72,12 +71,12 @@ FIGURES = (
     ),
     Figure("titan-mfu-eager", rule.mfu(5762, LLAMA3, 989e12), 0.33, 0.03, TITAN),
     Figure("titan-mfu-compile", rule.mfu(6667, LLAMA3, 989e12), 0.39, 0.03, TITAN),
-    Figure("a100-peak-fp16", peak_flops_per_second(108, 1.41, 1024) / 1e12, 312, 0.005, BACKGROUND),
-    Figure("a100-peak-tf32", peak_flops_per_second(108, 1.41, 512) / 1e12, 156, 0.005, BACKGROUND),
-    Figure("ai-linear-512", gemm_intensity(4096, 512, 1024), 315, 0.002, BACKGROUND),
-    Figure("ai-linear-1", gemm_intensity(4096, 1, 1024), 1, 0.01, BACKGROUND),
-    Figure("ai-relu", elementwise_intensity(), 0.25, 1e-9, BACKGROUND),
-    Figure("ai-gemm-8192", gemm_intensity(8192, 8192, 8192), 2730, 0.001, MATMUL),
+    Figure("a100-peak-fp16", rule.peak_flops_per_second(108, 1.41, 1024) / 1e12, 312, 0.005, BACKGROUND),
+    Figure("a100-peak-tf32", rule.peak_flops_per_second(108, 1.41, 512) / 1e12, 156, 0.005, BACKGROUND),
+    Figure("ai-linear-512", rule.gemm_intensity(4096, 512, 1024), 315, 0.002, BACKGROUND),
+    Figure("ai-linear-1", rule.gemm_intensity(4096, 1, 1024), 1, 0.01, BACKGROUND),
+    Figure("ai-relu", rule.elementwise_intensity(), 0.25, 1e-9, BACKGROUND),
+    Figure("ai-gemm-8192", rule.gemm_intensity(8192, 8192, 8192), 2730, 0.001, MATMUL),
     Figure("tiles-256", tile_count(256, 256, 128, 128), 4, 0, MATMUL),
     Figure("tiles-1792", tile_count(1792, 1792, 256, 128), 98, 0, MATMUL),
     Figure("waves-1792", wave_count(98, 108), 1, 0, MATMUL),

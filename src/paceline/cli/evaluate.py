@@ -16,7 +16,7 @@ from paceline.escaping import one_line
 from paceline.loading import loading
 from paceline.pages.page import Table
 from paceline.pages.shown import Document, Result, Shown
-from paceline.recipe.load import refuse_training_overrides, stored_recipe
+from paceline.recipe.load import refuse_training_overrides
 from paceline.units import metric_unit
 
 if TYPE_CHECKING:
@@ -95,8 +95,8 @@ class Evaluate:
             return 1  # whatever the recipe says, so it need not be read
         from paceline.checkpoint.weights import read_weights
 
-        saved = read_weights(self.target, self.weights, best=self.best)
-        return usable_gpus(stored_recipe(saved.description("recipe"), str(saved.path), self.overrides).parallel.device)
+        recipe = read_weights(self.target, self.weights, best=self.best).recipe(self.overrides)
+        return usable_gpus(recipe.parallel.device)
 
     def run(self, _: Log) -> Result:
         """Score the weights; a collective of all ranks."""

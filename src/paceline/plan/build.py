@@ -121,6 +121,11 @@ class Plan(TaskFacts, Compiled, Rates):
         return [min(phase.global_batch_size, self.train_samples) for phase in self.batch_phases]
 
     @property
+    def end(self) -> int:
+        """The step after which this run stops."""
+        return self.total_steps if self.until_step is None else self.until_step
+
+    @property
     def evaluates(self) -> bool:
         """Whether the run is evaluated at all: it has held-out samples, and evaluations are due."""
         return self.evaluation_samples > 0 and self.evaluate_every_steps is not None

@@ -19,7 +19,6 @@ from paceline.escaping import one_form
 from paceline.models.autocast import Autocast
 from paceline.models.build import build_model, check_accepts, to_memory_format
 from paceline.plan import DataFacts
-from paceline.recipe.load import stored_recipe
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
 from paceline.storage.cache import local_path
@@ -86,7 +85,7 @@ class Distillation(ImageClassification):
         return (1 - config.weight) * labelled + config.weight * taught
 
     def _build_teacher(self, saved: SavedWeights) -> nn.Module:
-        data, tree, where = saved.description("data"), saved.description("recipe"), str(saved.path)
+        data, where = saved.description("data"), str(saved.path)
         classes = tuple(data.get("class_names", ()))
         names = tuple(one_form(self.dataset.classes, classes).values())
         if classes != names or data.get("channels") != self.dataset.channels:
@@ -95,7 +94,7 @@ class Distillation(ImageClassification):
                 f"{data.get('channels')} channels, but the data has {len(self.dataset.classes)} classes and "
                 f"{self.dataset.channels} channels; a teacher must have the same classes, with the same names."
             )
-        model = stored_recipe(tree, where).model
+        model = saved.recipe().model
         if is_reference(model.name) and model.name != self.recipe.model.name:
             raise RecipeError(
                 f"distillation.teacher: {where} names code to import, model.name={model.name}; opening a file never "

@@ -18,9 +18,8 @@ from torch import nn
 from paceline.checkpoint.hub_folder import UNNAMED
 from paceline.checkpoint.weights import SavedWeights, check_scale, follows_rule, load_trained, read_weights
 from paceline.data.batch import Batch, Nested, mapped
-from paceline.data.pipeline import Pipeline, Placement
+from paceline.data.pipeline import Pipeline
 from paceline.distributed.collectives import Collectives, join, leave
-from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.escaping import csv_cell, one_form
@@ -40,7 +39,7 @@ from paceline.trainer.network import place
 from paceline.trainer.nonfinite import not_finite
 from paceline.trainer.precision import Precision, set_float32_matmul
 from paceline.trainer.process_settings import keep_freed_memory, restore_torch_settings
-from paceline.trainer.subject import TaskMaker, find_host_limits
+from paceline.trainer.subject import Subject, TaskMaker, find_host_limits
 from paceline.units import first_of
 from paceline.world import World
 
@@ -140,13 +139,9 @@ def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
 
 
 def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[EvaluationReport]:
-    saved = read_weights(request.target, request.weights, best=request.best)
-    recipe = scoring_recipe(saved, request.overrides)
-    refuse_foreign_code(saved.description("recipe"), recipe, str(saved.path), trusted=request.trust_code)
     launch = read_launch(os.environ)
-    device = choose_device(recipe.parallel.device, launch.world)
-    machine = describe_machine(device)
-    placement = Placement(device=device, channels_last=compute.resolve_channels_last(recipe, machine))
+    saved, subject = open_saved(request, launch.world)
+    recipe, machine, device = subject.recipe, subject.machine, subject.device
     try:
         products = compute.resolve_float32_matmul(recipe, machine)
     except RecipeError:
@@ -154,7 +149,6 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
             raise
         products = "default"  # the run's machine rounded more than this one can
     tasks: list[Task] = []
-    left_out: tuple[str, ...] = ()
     for size in sizes:
         resized = recipe if size is None else replace(recipe, data=replace(recipe.data, evaluation_size=size))
         task, facts = scoring_task(request, saved, resized, launch.world)
@@ -163,12 +157,7 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
                 f"--sizes has no effect on the task {task_name(task)}, which prepares its own samples; leave it out."
             )
         tasks.append(task)
-        left_out = facts.left_out
-    # The network is the same for all sizes; each size checks for itself whether it is accepted.
-    network = tasks[0].build_model()
-    for task in tasks:
-        task.check_network(network)
-    network = with_weights(network, saved, placement)
+    network = trained_network(tasks, saved, subject)
     with contextlib.ExitStack() as stack:
         stack.enter_context(keep_freed_memory(device))
         stack.enter_context(restore_torch_settings())
@@ -179,7 +168,7 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
         # has as many as it would have alone: only one size runs at a time, and it stops its own.
         pipeline_stacks = [stack.enter_context(contextlib.ExitStack()) for _ in tasks]
         pipelines = [
-            pipeline_stack.enter_context(contextlib.closing(task.open_pipeline(placement)))
+            pipeline_stack.enter_context(contextlib.closing(task.open_pipeline(subject.placement)))
             for pipeline_stack, task in zip(pipeline_stacks, tasks, strict=True)
         ]
         for pipeline in pipelines:
@@ -197,12 +186,17 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
                 keep=KeepOptions(weights=saved.weights),
             )
             with turn:
-                reports.append(_score(request, saved, evaluator, network, data=recipe.data))
-    return [replace(report, left_out=left_out) for report in reports]
+                reports.append(_score(request, saved, evaluator, network, recipe.data, facts))
+    return reports
 
 
 def _score(
-    request: EvaluationRequest, saved: SavedWeights, evaluator: Evaluator, network: nn.Module, *, data: Data
+    request: EvaluationRequest,
+    saved: SavedWeights,
+    evaluator: Evaluator,
+    network: nn.Module,
+    data: Data,
+    facts: DataFacts,
 ) -> EvaluationReport:
     started = time.perf_counter()
     task = evaluator.task
@@ -238,8 +232,21 @@ def _score(
         confusion=evaluation.artifacts.confusion,
         no_confusion=evaluation.artifacts.failure,
         not_finite=not_finite(task, metrics),
+        left_out=facts.left_out,
         per_class=next((rows for rows in map(details.get, _PER_CLASS) if rows), ()),
     )
+
+
+def open_saved(request: EvaluationRequest, world: World) -> tuple[SavedWeights, Subject]:
+    """Read weights, and choose the device for the recipe to score them with.
+
+    Raises:
+        PacelineError: If the target, the overrides or the device are not usable, or the recipe would run foreign code.
+    """
+    saved = read_weights(request.target, request.weights, best=request.best)
+    recipe = scoring_recipe(saved, request.overrides)
+    refuse_foreign_code(saved.description("recipe"), recipe, str(saved.path), trusted=request.trust_code)
+    return saved, Subject.open(recipe, world, "device")
 
 
 def scoring_task(
@@ -289,7 +296,7 @@ def _with_all_to_score(request: EvaluationRequest, saved: SavedWeights, recipe: 
     explicit_split = {"data.validation_fraction", "data.split_by", "data.saved_split"} & set(overridden)
     if request.on == "holdout" or "data.path" not in overridden or explicit_split or data.path is None:
         return recipe
-    origin = stored_recipe(saved.description("recipe"), str(saved.path)).data.path
+    origin = saved.recipe().data.path
     is_moved = origin is None or Path(origin).expanduser().resolve() != Path(data.path).expanduser().resolve()
     if not is_moved or data.dataset not in SPLIT_OFF or is_reference(recipe.task):
         return recipe
@@ -306,7 +313,7 @@ def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe, world: World)
         PacelineError: If it held nothing out, or what would be scored may have been trained on.
     """
     task.score_holdout(f"the run of {saved.path}")
-    stored = stored_recipe(saved.description("recipe"), str(saved.path)).data
+    stored = saved.recipe().data
     for key in ("holdout_fraction", "validation_fraction"):
         former, value = getattr(stored, key), getattr(recipe.data, key)
         if former != value:
@@ -323,7 +330,7 @@ def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe, world: World)
 
 def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
     """Return the recipe to score weights with: the recipe they were trained with, plus the overrides."""
-    recipe = stored_recipe(saved.description("recipe"), str(saved.path), overrides)
+    recipe = saved.recipe(overrides)
     # The weights come from the file, so nothing is downloaded or initialised from elsewhere. The numerics are the
     # run's, unless an override changes them.
     recipe = recipe.without_initial_weights()
@@ -366,10 +373,13 @@ def _check_classes(task: Task, saved: SavedWeights) -> None:
     )
 
 
-def with_weights(network: nn.Module, saved: SavedWeights, placement: Placement) -> nn.Module:
-    """Load saved weights into their network, and move it to its device."""
+def trained_network(tasks: Sequence[Task], saved: SavedWeights, subject: Subject) -> nn.Module:
+    """Return the network with saved weights on the device; it is the same for all tasks, and each has to accept it."""
+    network = tasks[0].build_model()
+    for task in tasks:
+        task.check_network(network)
     load_trained(network, saved)
-    return place(network, placement)
+    return place(network, subject.placement)
 
 
 class _Predictions:
@@ -432,14 +442,15 @@ class SizeSweep:
 
     def to_json(self) -> dict[str, Any]:
         """Return the sweep as one JSON object."""
+        first = self.first
         return {
-            "path": str(self.first.path),
-            "weights": self.first.weights,
+            "path": str(first.path),
+            "weights": first.weights,
             "on": self.on,
-            "samples": self.first.samples,
+            "samples": first.samples,
             "metric": self.metric,
             "best_size": self.best_size,
-            "left_out": list(self.first.left_out),
+            "left_out": list(first.left_out),
             "sizes": [
                 {"size": size, "seconds": each.seconds, "samples_per_second": each.samples_per_second, **each.metrics}
                 for size, each in self.reports.items()

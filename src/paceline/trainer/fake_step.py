@@ -402,8 +402,7 @@ def fake_step(
         placement = Placement(device=torch.device("cpu"), channels_last=plan.channels_last)
         task.prepare_training(placement)
         make_batch = batch_maker(task, plan, placement)
-        is_scored = scores and plan.evaluate_every_steps is not None and plan.evaluation_samples > 0
-        make_scored = evaluation_batch_maker(task, plan, placement) if is_scored else None
+        make_scored = evaluation_batch_maker(task, plan, placement) if scores and plan.evaluates else None
         average = None if recipe.train.ema is None else ExponentialMovingAverage(shapes, recipe.train.ema)
         mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         faker = Faker(mode)

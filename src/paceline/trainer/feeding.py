@@ -62,8 +62,7 @@ def measure_feeding(subject: Subject) -> None:
     if recipe.data.workers != "auto" or world.world_size > 1:
         return
     plan = Subject.open(recipe, world, "plan", task=subject.task).plan
-    steps = plan.total_steps if plan.until_step is None else plan.until_step
-    is_long = steps * plan.global_batch_size >= _MIN_SAMPLES
+    is_long = plan.end * plan.global_batch_size >= _MIN_SAMPLES
     if plan.data.get("backend") != "pytorch" or not is_long or not needs_measuring(recipe):
         return
     say("measuring how many loader processes feed this model best: once, at most two minutes …")

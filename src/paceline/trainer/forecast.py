@@ -19,7 +19,7 @@ from paceline.distributed.strategy import Replicas
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.build import Clipping
 from paceline.plan import Plan
-from paceline.plan.strategy import exact_gradient_count
+from paceline.plan.strategy import exact_gradient_count, optimizer_state_numbers
 from paceline.records.events import MeasurementEvent
 from paceline.telemetry.memory import peak_memory_bytes
 from paceline.trainer.evaluate import evaluation_mode
@@ -65,7 +65,7 @@ def forecast(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 def _extrapolate(run: Run) -> MeasurementEvent | None:
     plan, position, totals = run.plan, run.progress.position, run.clock.totals
-    end = plan.total_steps if plan.until_step is None else plan.until_step
+    end = plan.end
     if (steps := end - position) < _MIN_STEPS:
         return None
     measured_from = position - totals.comparable_steps
@@ -94,7 +94,7 @@ def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> Measuremen
         cautious: Try a few rows first, and extrapolate from these if a complete micro-batch would take long.
     """
     plan, position = run.plan, run.progress.position
-    end = plan.total_steps if plan.until_step is None else plan.until_step
+    end = plan.end
     steps = end - position
     if steps < _MIN_STEPS or not isinstance(run.strategy, Replicas) or (first := ahead.read()) is None:
         return None
@@ -222,7 +222,7 @@ class _Costs:
         rows = rows_of(batch.inputs) or 1
         if rows <= _TRIED_ROWS or self.probe.run.compiled:
             return 0.0
-        peaks, seconds = [], 0.0
+        peaks = []
         for count in (_TRIED_ROWS // 2, _TRIED_ROWS, _TRIED_ROWS):
             rows_tried = range(count)
             inputs, targets = (select_rows(each, rows_tried, size=rows) for each in (batch.inputs, batch.targets))
@@ -293,7 +293,7 @@ class _Costs:
     def _time_evaluation(self, batch_size: int) -> None:
         """Score the first validation batches; the time includes reading them."""
         run = self.probe.run
-        if not run.plan.evaluation_samples or run.plan.evaluate_every_steps is None:
+        if not run.plan.evaluates:
             return
         timings: list[tuple[float, float, int]] = []
         spent, start = 0.0, time.perf_counter()
@@ -335,9 +335,8 @@ class _Costs:
         run, on_cpu = self.probe.run, self.probe.run.device.type == "cpu"
         parameters = sum(each.nbytes for each in run.network.parameters())
         if parameters > (_MAX_COPIED_BYTES if on_cpu else _MAX_COPIED_BYTES_CUDA):
-            # Its step is short compared with its passes.
-            defaults = run.optimizer.defaults
-            state = parameters * (2 if "betas" in defaults else 1 if defaults.get("momentum") else 0)
+            # Its step is short compared with its passes; its state is what the plan assumes.
+            state = parameters * optimizer_state_numbers(run.recipe.optimizer)
         else:
             state = self._time_copied_step()
         weights = sum(each.nbytes for model in run.models().values() for each in tensors_in(dict(model.state_dict())))

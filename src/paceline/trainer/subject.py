@@ -43,7 +43,7 @@ from paceline.models.deferred import InitialValues, NotDeferrableError
 from paceline.models.fp8 import convert_to_fp8
 from paceline.optim.embedding_optim import check_tables
 from paceline.plan import MachineFacts, NetworkFacts, Plan, make
-from paceline.plan.compute import without_bf16
+from paceline.plan.compute import resolve_channels_last, without_bf16
 from paceline.recipe.load import LoadedRecipe, recipe_digest
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_plan, read_recipe
@@ -64,7 +64,7 @@ if TYPE_CHECKING:  # what only a run needs is imported when one is opened
 
 TaskMaker = Callable[[Recipe], Task]
 Reporter = Callable[[RunDirectory], object]
-Stage = Literal["task", "plan", "shapes", "network", "run"]
+Stage = Literal["device", "task", "plan", "shapes", "network", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +97,11 @@ class Subject(contextlib.ExitStack[bool | None]):
     Attributes:
         recipe: The recipe, with the loss of its task.
         world: This process among those of the run.
-        task: Its task, which knows its data.
+        task: Its task, which knows its data (not for ``device``, like the next one).
         data: Facts of its data.
-        machine: Facts of the machine (from ``plan`` on, like the next four).
+        machine: Facts of the machine (for ``device``, and from ``plan`` on, like the next one).
         device: The device of this process, unless the facts of a machine were given.
+        placement: Where and how scored batches and the network lie in memory (``device`` only).
         cores: The cores reserved for this process, if any.
         plan: Every derived number; from ``shapes`` on with the facts of the network.
         limits: What the plan needs and this host does not have.
@@ -147,8 +148,9 @@ class Subject(contextlib.ExitStack[bool | None]):
         Args:
             recipe: The recipe; for a ``run`` with its origin.
             world: This process among those of the run.
-            upto: ``task`` opens the data; ``plan`` derives every number; ``shapes`` builds the network without values;
-                ``network`` prepares all that this process needs; ``run`` joins the processes in their directory.
+            upto: ``device`` only chooses the device; ``task`` opens the data; ``plan`` derives every number; ``shapes``
+                builds the network without values; ``network`` prepares all that this process needs; ``run`` joins the
+                processes in their directory.
             task: The task, if not the one that the recipe names.
             machine: The machine to plan for, if not this one.
             as_run: Whether ``plan`` and ``shapes`` assign cores, and check back-end, trackers and host, as a run does.
@@ -161,14 +163,16 @@ class Subject(contextlib.ExitStack[bool | None]):
         subject = cls(loaded.recipe, world)
         with contextlib.ExitStack() as undo:
             undo.push(subject)
-            if upto == "run":
+            if upto == "device":
+                subject._use_device()
+            elif upto == "run":
                 subject._open_task_of_run(loaded, options or Options())
             else:
                 named = subject.recipe.without_initial_weights() if upto == "shapes" else subject.recipe
                 subject._use(build_task(named) if task is None else task)
             if upto == "task":
                 subject.data, _ = read_facts(subject.task, subject.recipe, world)
-            else:
+            elif upto != "device":
                 with loading() if upto == "run" else contextlib.nullcontext():
                     subject._make_plan(machine, as_run=as_run, trains=upto in ("network", "run"))
                     if upto == "shapes":
@@ -205,18 +209,22 @@ class Subject(contextlib.ExitStack[bool | None]):
 
     # Plan
 
+    def _use_device(self, *, as_run: bool = False) -> MachineFacts:
+        recipe, world = self.recipe, self.world
+        self.device = choose_device(recipe.parallel.device, world)
+        if as_run:
+            check_communication(recipe.parallel.backend, self.device)
+            check_trackers(recipe.telemetry.trackers)
+            self.cores = choose_cores(recipe.parallel.affinity, world, self.device, os.environ)
+        self.machine = describe_machine(self.device, self.cores, processes=world.local_world_size)
+        self.placement = Placement(device=self.device, channels_last=resolve_channels_last(recipe, self.machine))
+        return self.machine
+
     def _make_plan(self, machine: MachineFacts | None, *, as_run: bool, trains: bool) -> None:
         recipe, world, task = self.recipe, self.world, self.task
         if trains and (recipe.train.deterministic or recipe.parallel.exact):
             reserve_deterministic_workspace()
-        if machine is None:
-            self.device = choose_device(recipe.parallel.device, world)
-            if as_run or trains:
-                check_communication(recipe.parallel.backend, self.device)
-                check_trackers(recipe.telemetry.trackers)
-                self.cores = choose_cores(recipe.parallel.affinity, world, self.device, os.environ)
-            machine = describe_machine(self.device, self.cores, processes=world.local_world_size)
-        self.machine = machine
+        self.machine = machine = machine or self._use_device(as_run=as_run or trains)
         if task.is_own:
             reason = f"{task_name(task)} is your own code, computed as written unless you set bf16"
             machine = without_bf16(machine, reason)

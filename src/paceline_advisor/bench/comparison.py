@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,14 +23,23 @@ from paceline.records.events import for_display
 from paceline.records.reader import read_environment, read_events, read_recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.reports.html.runs import flattened
+from paceline_advisor import Json, as_json, frozen
 
 Verdict = Literal["slower", "no slower", "faster", "not enough evidence", "not comparable"]
 
+FORMAT = 1
+FILE = "benchmark.json"
+# Keys that identify a measurement; all others are results or environment.
+_NAMED_BY = {
+    "throughput": ("device", "precision", "backend", "batch_size", "part", "processes"),
+    "latency": ("device", "precision", "scenario", "batch_size"),
+    "time_to_target": ("metric", "target"),
+}
 _MOST_SHOWN = 5
 _OF_ENVIRONMENT = ("cpu", "platform", "python", "versions", "device_name", "torch", "cuda")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Line:
     """One common measurement.
 
@@ -46,12 +55,8 @@ class Line:
     verdict: Verdict
     note: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the line as one JSON object."""
-        return asdict(self) | {"slower": None if self.slower is None else self.slower.to_json()}
 
-
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Comparison:
     """Two results side by side.
 
@@ -79,10 +84,9 @@ class Comparison:
         """Whether any measurement lacks evidence."""
         return any(line.verdict == "not enough evidence" for line in self.lines)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the comparison as one JSON object."""
-        lines = [line.to_json() for line in self.lines]
-        return asdict(self) | {"regressed": self.regressed, "undecided": self.undecided, "lines": lines}
+        return {**as_json(vars(self)), "regressed": self.regressed, "undecided": self.undecided}
 
 
 # Lists of seconds, one per launch; or why nothing was measured.
@@ -173,14 +177,34 @@ def _line(name: str, a: _Measured | None, b: _Measured | None, tolerance: float,
 
 
 def _read(path: Path) -> _Side:
+    """Read a run, or a result from a file or its folder.
+
+    Raises:
+        RunDirectoryError: If it is missing, or is neither.
+    """
     if path.is_dir() and RunDirectory(path).exists():
         return _run(RunDirectory(path))
-    document = read_result(path)
+    file = path / FILE if path.is_dir() else path
+    refuse_special_inputs(file)
+    try:
+        document = load_json(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunDirectoryError(
+            f"'{path}' holds no benchmark result ({FILE}); give what `paceline bench RECIPE --output` wrote."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(f"'{file}' cannot be read as a benchmark result: {error}.") from error
+    if not isinstance(document, dict) or document.get("kind") not in _NAMED_BY or document.get("format") != FORMAT:
+        raise RunDirectoryError(
+            f"'{file}' is not a benchmark result that this version can read (kind and format); measure it again."
+        )
     kind, measured = str(document["kind"]), dict[str, _Measured]()
     try:
         for row in document["rows"]:
             times = [[float(value) for value in launch] for launch in row["times"] if launch]
-            measured[name_of_row(kind, row)] = times or row.get("trouble") or "nothing was measured"
+            # Words that are the same in every result.
+            name = ", ".join(f"{key}={row[key]}" for key in _NAMED_BY[kind] if row.get(key) is not None)
+            measured[name] = times or row.get("trouble") or "nothing was measured"
     except (KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(
             f"'{path}' is not a complete benchmark result ({error!r}); measure it again."
@@ -207,42 +231,3 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[
         for name in dict.fromkeys([*one, *other])
         if json.dumps(one.get(name)) != json.dumps(other.get(name))
     }
-
-
-FORMAT = 1
-FILE = "benchmark.json"
-KINDS = ("throughput", "latency", "time_to_target")
-# Keys that identify a measurement; all others are results or environment.
-_NAMED_BY = {
-    "throughput": ("device", "precision", "backend", "batch_size", "part", "processes"),
-    "latency": ("device", "precision", "scenario", "batch_size"),
-    "time_to_target": ("metric", "target"),
-}
-
-
-def read_result(path: Path) -> dict[str, Any]:
-    """Read a result from a file or its folder.
-
-    Raises:
-        RunDirectoryError: If it is missing or is not a benchmark result.
-    """
-    file = path / FILE if path.is_dir() else path
-    refuse_special_inputs(file)
-    try:
-        document = load_json(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunDirectoryError(
-            f"'{path}' holds no benchmark result ({FILE}); give what `paceline bench RECIPE --output` wrote."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise RunDirectoryError(f"'{file}' cannot be read as a benchmark result: {error}.") from error
-    if not isinstance(document, dict) or document.get("kind") not in KINDS or document.get("format") != FORMAT:
-        raise RunDirectoryError(
-            f"'{file}' is not a benchmark result that this version can read (kind and format); measure it again."
-        )
-    return document
-
-
-def name_of_row(kind: str, row: Mapping[str, Any]) -> str:
-    """Describe a row's measurement in words that are the same in every result."""
-    return ", ".join(f"{key}={row[key]}" for key in _NAMED_BY[kind] if row.get(key) is not None)

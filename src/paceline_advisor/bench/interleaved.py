@@ -8,19 +8,21 @@ in reverse order. A temporary slowdown of the machine affects all of them, and c
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
+from paceline.command import Log
 from paceline.distributed.local_launch import rank_variables
 from paceline.errors import RecipeError
 from paceline.machine import available_cores
@@ -32,12 +34,11 @@ from paceline.recipe.running import Profile
 from paceline.recipe.schema import Recipe
 from paceline.telemetry.meter import WARMUP_STEPS
 from paceline.units import Duration, TimeSpan
-from paceline_advisor.bench.interleaved_process import WorkerConfig, command_line
+from paceline_advisor import Json, frozen
+from paceline_advisor.apply import with_values
 from paceline_advisor.launches import check_alone
 
-T = TypeVar("T")
 Part = Literal["together", "compute", "data"]
-PARTS: tuple[Part, ...] = ("together", "compute", "data")
 
 # Longer than any measurement: the end of a run is not part of a step.
 _STEPS = 10_000_000
@@ -51,7 +52,7 @@ _EXIT_SECONDS = 10.0
 _CAUSE_SECONDS = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Variant:
     """One thing to measure.
 
@@ -67,7 +68,7 @@ class Variant:
     processes: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Round:
     """One block of steps.
 
@@ -167,7 +168,7 @@ def run_interleaved(
     rounds: int = 8,
     block_seconds: float = 2.0,
     processes: int = 1,
-    log: Callable[[str], None] = lambda _: None,
+    log: Log = lambda _: None,
 ) -> dict[str, Measurement]:
     """Measure interleaved variants; a failed variant is reported, and the others continue.
 
@@ -245,9 +246,8 @@ class _VariantRunner:
         timed = recipe_for_timing(without_growth(variant.recipe, variant.processes))
         recipe.write_text(to_yaml(timed), encoding="utf-8")
         run_dir, scratch = str(folder / "run"), str(self._scratch)
-        config = partial(
-            WorkerConfig, recipe=str(recipe), run_dir=run_dir, scratch=scratch, part=variant.part, parent=os.getpid()
-        )
+        settings = {"recipe": str(recipe), "run_dir": run_dir, "scratch": scratch, "part": variant.part}
+        program = [sys.executable, "-P", "-m", "paceline_advisor.bench.interleaved_process"]
         base, count, cores = without_rank_variables(os.environ), variant.processes, available_cores()
         for rank in range(count):
             rank_environment = rank_variables(rank, count, meeting, cores=cores) if count > 1 else {}
@@ -258,7 +258,7 @@ class _VariantRunner:
                 descriptor = child_end.fileno()
                 try:
                     child = self._group.start(
-                        command_line(config(turns=descriptor)),
+                        [*program, json.dumps({**settings, "parent": os.getpid(), "turns": descriptor})],
                         env=environment,
                         stdin=subprocess.DEVNULL,
                         stdout=errors,
@@ -334,8 +334,8 @@ class _VariantRunner:
         self.measured.peak_memory_bytes = answer.pop("peak_memory_bytes")
         return Round(**answer)
 
-    def _answers(self, limit_seconds: float) -> list[dict[str, Any]]:
-        answers: dict[int, dict[str, Any]] = {}
+    def _answers(self, limit_seconds: float) -> list[Json]:
+        answers: dict[int, Json] = {}
         deadline = time.monotonic() + limit_seconds
         while len(answers) < len(self._ranks):
             wait([turns for index, (_, turns) in enumerate(self._ranks) if index not in answers], _POLL_SECONDS)
@@ -352,10 +352,10 @@ class _VariantRunner:
                 raise MemberError(f"it did not answer within {limit_seconds:.0f} s")
         return [answers[index] for index in range(len(self._ranks))]
 
-    def _failure(self, answers_so_far: Mapping[int, dict[str, Any]]) -> MemberError:
+    def _failure(self, answers_so_far: Mapping[int, Json]) -> MemberError:
         """Return the cause: out of memory first, and a process's message before its mere exit."""
         deadline = time.monotonic() + (_CAUSE_SECONDS if len(self._ranks) > 1 else 0.0)
-        failures: list[dict[str, Any]] = [each for each in answers_so_far.values() if "failed" in each]
+        failures: list[Json] = [each for each in answers_so_far.values() if "failed" in each]
         while time.monotonic() < deadline:
             answers = [_answer(turns) for _, turns in self._ranks]
             failures += [each for each in answers if each is not None and "failed" in each]
@@ -370,17 +370,17 @@ class _VariantRunner:
         return MemberError(exited[0].exit_message if exited else "it ended early")
 
 
-def _answer(turns: Connection[Any, Any]) -> dict[str, Any] | None:
+def _answer(turns: Connection[Any, Any]) -> Json | None:
     """Return the message of a process, if there is one."""
     with contextlib.suppress(EOFError, OSError):
         if turns.poll():
-            found: dict[str, Any] = turns.recv()
+            found: Json = turns.recv()
             return found
     return None
 
 
 def _run_in_turns(
-    variants: Mapping[str, Variant], rounds: int, block_seconds: float, log: Callable[[str], None]
+    variants: Mapping[str, Variant], rounds: int, block_seconds: float, log: Log
 ) -> dict[str, Measurement]:
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-b")))
@@ -409,22 +409,25 @@ def _run_in_turns(
         return {name: each.measured for name, each in runners.items()}
 
 
-def in_order(runners: Sequence[T], number: int) -> Sequence[T]:
+def in_order(runners: Sequence[Any], number: int) -> Sequence[Any]:
     """Return the order of turns in a round: reversed in every second one, so that drift favours no variant."""
-    return runners if number % 2 == 0 else runners[::-1]
+    return runners[:: -1 if number % 2 else 1]
 
 
 def recipe_for_timing(recipe: Recipe) -> Recipe:
     """Return the recipe to measure: training only, without stopping or pausing for anything else."""
-    timeout = recipe.parallel.timeout
-    return replace(
-        recipe,
-        train=replace(recipe.train, duration=Duration(_STEPS, "steps"), until=None),
-        evaluate=replace(recipe.evaluate, every=None, patience=None),
-        checkpoint=replace(recipe.checkpoint, every=None, keep_best=False),
-        parallel=replace(recipe.parallel, timeout=max(timeout, _PATIENCE, key=lambda each: each.seconds)),
-        telemetry=replace(recipe.telemetry, profile=Profile(), mlperf=False),
-    )
+    values = {
+        "train.duration": Duration(_STEPS, "steps"),
+        "train.until": None,
+        "evaluate.every": None,
+        "evaluate.patience": None,
+        "checkpoint.every": None,
+        "checkpoint.keep_best": False,
+        "parallel.timeout": max(recipe.parallel.timeout, _PATIENCE, key=lambda each: each.seconds),
+        "telemetry.profile": Profile(),
+        "telemetry.mlperf": False,
+    }
+    return with_values(recipe, values)
 
 
 def without_growth(recipe: Recipe, processes: int) -> Recipe:
@@ -435,10 +438,10 @@ def without_growth(recipe: Recipe, processes: int) -> Recipe:
     """
     if not recipe.batch.growth:
         return recipe
-    return replace(recipe, batch=replace(recipe.batch, micro_size=micro_batch_size(recipe, processes), growth={}))
+    return with_values(recipe, {"batch.micro_size": micro_batch_size(recipe, processes), "batch.growth": {}})
 
 
-def of_all(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def of_all(answers: Sequence[Mapping[str, Any]]) -> Json:
     """Combine the measurements of a block of steps that several processes took."""
     # A step is done when the last process has finished it; without an exchange, as with `data`, their speeds differ.
     slowest = dict(max(answers, key=lambda each: float(each["seconds"])))

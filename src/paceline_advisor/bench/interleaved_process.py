@@ -1,7 +1,12 @@
 """One process of a variant: opens the run as training does, and takes steps on request.
 
-``python -m paceline_advisor.bench.interleaved_process ORDERS-AS-JSON``. Each message on its connection grants some
-steps, and is answered with their measurement. The process ends when granted none.
+``python -m paceline_advisor.bench.interleaved_process SETTINGS-AS-JSON``. Each message on its connection grants some
+steps, and is answered with their measurement. The process ends when granted none. The settings are:
+
+* ``recipe``, ``run_dir``: the recipe file and the run directory;
+* ``part``: ``together``, ``compute`` or ``data``;
+* ``parent``, ``turns``: the process that grants turns, and the file descriptor of the connection to it;
+* ``scratch``: the folder to remove if the parent has died.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,31 +39,12 @@ from paceline.trainer.step import micro_batches
 from paceline.trainer.subject import Options
 from paceline.trainer.train import opened_run
 from paceline.world import World
+from paceline_advisor import Json
 from paceline_advisor.bench.energy import EnergyCounter
+from paceline_advisor.forwarding import PassesOn
 
 _LOOK_SECONDS = 0.2
 _TRIES = 50
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerConfig:
-    """A process's settings.
-
-    Attributes:
-        recipe: The recipe file.
-        run_dir: The run directory.
-        scratch: Folder to remove if the parent has died.
-        part: ``together``, ``compute`` or ``data``.
-        parent: The process that grants turns.
-        turns: File descriptor of the connection to it.
-    """
-
-    recipe: str
-    run_dir: str
-    scratch: str
-    part: str
-    parent: int
-    turns: int
 
 
 class _Finished(BaseException):
@@ -114,7 +100,7 @@ class _TurnClock(Display):
         self._joules = self._energy.joules()
         self._start_time = time.perf_counter()
 
-    def _measured(self) -> dict[str, Any]:
+    def _measured(self) -> Json:
         self._synchronise()
         seconds = time.perf_counter() - self._start_time
         joules = self._energy.joules()
@@ -159,7 +145,7 @@ class _TurnClock(Display):
             torch.get_device_module(self._run.device).synchronize()
 
 
-class _TurnPipeline:
+class _TurnPipeline(PassesOn):
     """The run's pipeline, which waits for the first turn; for ``compute`` it repeats the first step's batches forever.
 
     Args:
@@ -169,15 +155,13 @@ class _TurnPipeline:
     """
 
     def __init__(self, pipeline: Any, turns: _TurnClock, *, repeats_first: bool) -> None:
-        self._pipeline, self._turns, self._repeats_first = pipeline, turns, repeats_first
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pipeline, name)
+        super().__init__(pipeline)
+        self._turns, self._repeats_first = turns, repeats_first
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
         """The micro-batches for the loop."""
         self._turns.wait()
-        stream = self._pipeline.train_batches(geometry, first, last, world)
+        stream = self._inner.train_batches(geometry, first, last, world)
         if not self._repeats_first:
             yield from stream
             return
@@ -220,16 +204,16 @@ def _remove_folder(scratch: Path) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def _take_turns(config: WorkerConfig, connection: Connection[Any, Any]) -> None:
-    repeats_first = config.part == "compute"
-    with opened_run(load_recipe(config.recipe), Options(run_dir=Path(config.run_dir))) as run:
+def _take_turns(settings: Json, connection: Connection[Any, Any]) -> None:
+    repeats_first = settings["part"] == "compute"
+    with opened_run(load_recipe(settings["recipe"]), Options(run_dir=Path(settings["run_dir"]))) as run:
         # Only now: a process forked next to a thread inherits its locks.
-        threading.Thread(target=_exit_with, args=(config.parent, Path(config.scratch)), daemon=True).start()
+        threading.Thread(target=_exit_with, args=(settings["parent"], Path(settings["scratch"])), daemon=True).start()
         turns = _TurnClock(run, connection, repeats_first=repeats_first)
         run.pipeline = _TurnPipeline(run.pipeline, turns, repeats_first=repeats_first)
         run.display = turns
         turns.opened()
-        if config.part == "data":
+        if settings["part"] == "data":
             _only_data(run)
         else:
             # Batches read ahead would look free.
@@ -253,24 +237,19 @@ def _message(error: BaseException) -> str:
 
 def main(argv: list[str]) -> int:
     """Take turns until there are no more; returns the exit code."""
-    config = WorkerConfig(**json.loads(argv[0]))
-    connection = Connection(config.turns)
+    settings = json.loads(argv[0])
+    connection = Connection(settings["turns"])
     try:
-        _take_turns(config, connection)
+        _take_turns(settings, connection)
     except _Finished:
         return 0
     except Exception as error:  # noqa: BLE001  # whatever it is, the parent reports it of this variant
-        if os.getppid() != config.parent:
-            _remove_folder(Path(config.scratch))
+        if os.getppid() != settings["parent"]:
+            _remove_folder(Path(settings["scratch"]))
             return 1
         connection.send({"failed": _message(error), "out_of_memory": _is_out_of_memory(error)})
         return 1
     return 0
-
-
-def command_line(config: WorkerConfig) -> list[str]:
-    """Return the command that starts a process with these settings."""
-    return [sys.executable, "-P", "-m", "paceline_advisor.bench.interleaved_process", json.dumps(asdict(config))]
 
 
 if __name__ == "__main__":

@@ -12,27 +12,26 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from paceline.checkpoint.hub_folder import is_hub_folder
 from paceline.checkpoint.weights import read_weights
+from paceline.command import Log
 from paceline.data.pipeline import Normalize, Placement
-from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import PacelineError, RecipeError
 from paceline.inference.predict import load_predictor
 from paceline.metrics.intervals import part_means, quantile, rate_interval
-from paceline.plan.compute import resolve_channels_last, resolve_precision
-from paceline.recipe.load import load_recipe, stored_recipe
+from paceline.plan.compute import resolve_precision
 from paceline.recipe.schema import Recipe
 from paceline.references import is_code_trusted
 from paceline.trainer.network import build_network
 from paceline.trainer.subject import Subject
 from paceline.world import World
+from paceline_advisor import Json, frozen
+from paceline_advisor.apply import with_values
 from paceline_advisor.bench.energy import EnergyCounter
 from paceline_advisor.commands import Bench
 
@@ -51,7 +50,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 Answer = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class _MeasuredNetwork:
     """A network that answers queries on one device.
 
@@ -84,38 +83,44 @@ class _MeasuredNetwork:
         return batch.pin_memory() if self.device.type == "cuda" else batch
 
 
-def measure_latency(options: Bench, log: Callable[[str], None]) -> tuple[str, Recipe, list[dict[str, Any]]]:
+def measure_latency(options: Bench, log: Log) -> tuple[str, Recipe, list[Json]]:
     """Measure latencies and throughput; return the name of the target, its recipe, and one row per measurement.
 
     Raises:
         PacelineError: If the target cannot be used.
     """
     target = Path(options.recipe)
-    is_saved = target.exists() and _holds_weights(target)
+    is_saved = target.exists() and (
+        target.suffix == ".safetensors"
+        or (target / "manifest.json").exists()
+        or is_hub_folder(target)
+        or any((target / "checkpoints").glob("step-*"))
+    )
     if is_saved:
         if options.overrides:
             raise RecipeError(f"overrides change recipes, but '{target}' holds saved weights; leave them out.")
         saved = read_weights(target, options.weights)
-        name, recipe = f"{target} ({saved.weights})", stored_recipe(saved.description("recipe"), str(saved.path))
+        name, recipe = f"{target} ({saved.weights})", saved.recipe()
     else:
-        loaded = load_recipe(options.recipe, options.overrides)
+        loaded = options.load()
         name, recipe = loaded.name, loaded.recipe
-    rows: list[dict[str, Any]] = []
+    rows: list[Json] = []
     for device_name, precision in product(
         options.devices or (recipe.parallel.device,), options.precisions or (recipe.train.precision,)
     ):
         try:
             if precision not in ("auto", "fp32", *_AUTOCAST):
                 raise RecipeError(f"{precision}: inference is measured in fp32, bf16 or fp16.")
-            device = choose_device(device_name, World())
+            opened = Subject.open(with_values(recipe, {"parallel.device": device_name}), World(), "device")
+            device = opened.device
             # Resolve auto as training does.
-            resolved = resolve_precision(Recipe(), describe_machine(device)) if precision == "auto" else precision
+            resolved = resolve_precision(Recipe(), opened.machine) if precision == "auto" else precision
             if is_saved:
                 predictor = load_predictor(target, weights=options.weights, trust_code=is_code_trusted(), device=device)
                 answer: Answer = predictor.probabilities
                 shape = predictor.shape
             else:
-                answer, shape = _untrained(recipe, device)
+                answer, shape = _untrained(recipe, opened.placement)
         except PacelineError as error:
             if options.devices or options.precisions:
                 rows.append(_row(device_name, precision, "batch", None, trouble=str(error)))
@@ -127,13 +132,7 @@ def measure_latency(options: Bench, log: Callable[[str], None]) -> tuple[str, Re
     return name, recipe, rows
 
 
-def _holds_weights(target: Path) -> bool:
-    if target.suffix == ".safetensors" or (target / "manifest.json").exists() or is_hub_folder(target):
-        return True
-    return any((target / "checkpoints").glob("step-*"))
-
-
-def _untrained(recipe: Recipe, device: torch.device) -> tuple[Answer, tuple[int, int, int]]:
+def _untrained(recipe: Recipe, placement: Placement) -> tuple[Answer, tuple[int, int, int]]:
     """Return a recipe's network with its initial weights, whose values do not affect the timing."""
     subject = Subject.open(recipe, World(), "task")
     task, facts = subject.task, subject.data.description
@@ -142,20 +141,19 @@ def _untrained(recipe: Recipe, device: torch.device) -> tuple[Answer, tuple[int,
         raise RecipeError(
             f"task={recipe.task} gives no {missing[0]} for its data; bench --inference measures image networks."
         )
-    placement = Placement(device=device, channels_last=resolve_channels_last(recipe, describe_machine(device)))
     network = build_network(recipe, task, placement)[0].eval()
     answers = task.evaluated(network)
     normalize = Normalize(tuple(facts["mean"]), tuple(facts["std"]), placement)
 
     def answer(images: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = answers(normalize(images.to(device, non_blocking=True))).float().softmax(dim=1)
+        found: torch.Tensor = answers(normalize(images.to(placement.device, non_blocking=True))).float().softmax(dim=1)
         return found
 
     size = int(facts["evaluation_size"])
     return answer, (int(facts["channels"]), size, size)
 
 
-def _scenarios(subject: _MeasuredNetwork, options: Bench, log: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def _scenarios(subject: _MeasuredNetwork, options: Bench, log: Log) -> Iterator[Json]:
     fastest, best_size = 0.0, 0
     for size in options.batch_sizes or BATCH_SIZES:
         log(f"{subject.device.type} {subject.precision}: queries of {size}")
@@ -171,7 +169,7 @@ def _scenarios(subject: _MeasuredNetwork, options: Bench, log: Callable[[str], N
         yield _measured(subject, "offline", best_size, options.seconds)
 
 
-def _measured(subject: _MeasuredNetwork, scenario: str, size: int, seconds: float) -> dict[str, Any]:
+def _measured(subject: _MeasuredNetwork, scenario: str, size: int, seconds: float) -> Json:
     on_gpu = subject.device.type == "cuda"
     try:
         images = subject.images(size)
@@ -204,7 +202,7 @@ def _measured(subject: _MeasuredNetwork, scenario: str, size: int, seconds: floa
     return row
 
 
-def _row(device: str, precision: str, scenario: str, size: int | None, *, trouble: str = "") -> dict[str, Any]:
+def _row(device: str, precision: str, scenario: str, size: int | None, *, trouble: str = "") -> Json:
     return {
         "device": device,
         "precision": precision,

@@ -32,6 +32,7 @@ from paceline.records.run_directory import make_folder, write_json, write_text
 from paceline.trainer.subject import Subject
 from paceline.units import format_bytes
 from paceline.world import World
+from paceline_advisor import Json, frozen
 from paceline_advisor.bench.comparison import FILE, FORMAT, compare
 from paceline_advisor.bench.interleaved import Measurement, Part, Variant, run_interleaved
 from paceline_advisor.bench.latency import measure_latency
@@ -73,13 +74,13 @@ class Cell:
         return f"{self.device} {self.precision} {self.backend} batch {self.batch_size} {self.part}"
 
 
-def measure_grid(options: Bench, log: Callable[[str], None]) -> tuple[LoadedRecipe, list[dict[str, Any]]]:
+def measure_grid(options: Bench, log: Log) -> tuple[LoadedRecipe, list[Json]]:
     """Measure every combination; return the recipe, and one row per combination that is a distinct run.
 
     Raises:
         PacelineError: If the recipe itself is wrong, or this process may not start others.
     """
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = options.load()
     cells = _once_each(list(_cells(options, loaded.recipe)), options)
     able = [(cell, cell.variant) for cell in cells if cell.variant is not None]
     for launch in range(options.launches):
@@ -102,7 +103,7 @@ def _cells(options: Bench, recipe: Recipe) -> Iterator[Cell]:
         options.backends or (recipe.data.backend,),
     )
     for device, batch_size, precision, backend in choices:
-        changed: dict[str, Any] = {}
+        changed: Json = {}
         if options.devices:
             changed["parallel.device"] = device
         if options.batch_sizes:
@@ -152,9 +153,8 @@ def _identity(cell: Cell) -> tuple[Any, ...]:
     return (cell.part, plan.device, plan.precision, plan.global_batch_size, *data)
 
 
-def _row(cell: Cell, processes: int) -> dict[str, Any]:
+def _row(cell: Cell, processes: int) -> Json:
     """Return a combination as it appears in the result."""
-    successful = [each for each in cell.measured if each.rounds]
     facts = dict(cell.measured[0].facts) if cell.measured else {}
     first = {
         "device": facts.get("device", cell.device),
@@ -174,10 +174,10 @@ def _row(cell: Cell, processes: int) -> dict[str, Any]:
         "threads": facts.get("threads_per_process"),
         **{key: facts.get(key) for key in _FACTS},
     }
-    return {**first, **details, **_statistics(successful, facts)}
+    return {**first, **details, **_statistics([each for each in cell.measured if each.rounds], facts)}
 
 
-def _statistics(successful: list[Measurement], facts: Mapping[str, Any]) -> dict[str, Any]:
+def _statistics(successful: list[Measurement], facts: Mapping[str, Any]) -> Json:
     if not successful:
         return {"samples_per_second": None, "times": []}
     times = [each.seconds_per_sample for each in successful]
@@ -207,7 +207,7 @@ def _statistics(successful: list[Measurement], facts: Mapping[str, Any]) -> dict
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class BenchReport:
     """The result of one benchmark.
 
@@ -229,21 +229,16 @@ class BenchReport:
     notes: Sequence[str]
     dawnbench: Callable[[Path], list[Path]] | None = None
 
-    @property
-    def measured_any(self) -> bool:
-        """Whether anything was measured."""
-        return any(row["times"] for row in self.rows)
-
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The result as one JSON object."""
         return {
             "format": FORMAT,
             "kind": self.kind,
             "paceline": __version__,
             "name": self.name,
-            "settings": dict(self.settings),
-            "rows": list(self.rows),
-            "notes": list(self.notes),
+            "settings": self.settings,
+            "rows": self.rows,
+            "notes": self.notes,
             "recipe": to_tree(self.recipe),
             # Querying a GPU's name does not initialise it.
             "environment": capture_environment(
@@ -261,7 +256,7 @@ class BenchReport:
         return Shown(
             title=f"{self.name}: {self.kind.replace('_', ' ')}",
             blocks=[Table(columns=header, rows=rows), *(f"  {note}" for note in self.notes)],
-            ok=self.measured_any or "",
+            ok=any(row["times"] for row in self.rows) or "",
         )
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -385,7 +380,7 @@ def compare_results(options: BenchCompare, _: Log) -> Document:
     return Document(document=comparison.to_json(), shown=shown)
 
 
-def _trace(label: str, line: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Any]:
+def _trace(label: str, line: Sequence[tuple[int, Mapping[str, float]]]) -> Json:
     """Return a line of (batch size, rate with its interval); a non-finite end of an interval has no bar."""
 
     def distance(rate: Mapping[str, float], end: str) -> float | None:
@@ -417,19 +412,11 @@ def throughput_notes(rows: Sequence[Row]) -> list[str]:
         notes.append("some were measured alone, because memory ran out with the others")
     same = [[row["asked"], *row["same"]] for row in rows if row.get("same")]
     notes += [f"measured once, because they give the same run here: {', '.join(each)}" for each in same]
-    notes += [*_worker_notes(rows), *_energy_notes(rows)]
-    if any(row["device"] == "cpu" and row.get("peak_memory_bytes") for row in rows):
-        notes.append("peak memory on a CPU is the training process's main memory, libraries and data in it")
-    return notes
-
-
-def _worker_notes(rows: Sequence[Row]) -> list[str]:
-    """Describe how ``auto`` resolved the number of loader processes, and whether a run would use the same."""
     loading_rows = [
         row for row in rows if row.get("workers") and row.get("workers_asked") == "auto" and row["part"] != "compute"
     ]
     choices = sorted({(row["workers"], row["workers_reason"]) for row in loading_rows})
-    notes = [f"data.workers=auto: {workers} ({why})" for workers, why in choices]
+    notes += [f"data.workers=auto: {workers} ({why})" for workers, why in choices]
     if any(
         row["processes"] == 1 and row["backend"] == "pytorch" and not row["workers_measured"] for row in loading_rows
     ):
@@ -437,6 +424,9 @@ def _worker_notes(rows: Sequence[Row]) -> list[str]:
             "no such run was measured yet: one of 200,000 images or more would first measure which "
             "data.workers are best"
         )
+    notes += _energy_notes(rows)
+    if any(row["device"] == "cpu" and row.get("peak_memory_bytes") for row in rows):
+        notes.append("peak memory on a CPU is the training process's main memory, libraries and data in it")
     return notes
 
 

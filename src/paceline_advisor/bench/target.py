@@ -23,13 +23,14 @@ from paceline.command import Log
 from paceline.distributed.local_launch import LAUNCHER_VARIABLE
 from paceline.errors import RecipeError, TrainingError
 from paceline.metrics.intervals import TimeToEvent, time_to_event
-from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
+from paceline.recipe.load import LoadedRecipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events, read_plan
 from paceline.records.run_directory import RunDirectory, write_json, write_text
 from paceline.tasks.facts import find_metric
 from paceline.trainer.subject import Subject
 from paceline.world import World
+from paceline_advisor import Json
 from paceline_advisor.commands import Bench
 from paceline_advisor.launches import Launch, check_can_watch, said
 
@@ -64,8 +65,13 @@ class Target:
         """Return the target with the direction of the metric in the recipe's task; some tasks open the data for it.
 
         Raises:
-            PacelineError: If its task has no such metric, no run can reach the target, or its data cannot be opened.
+            PacelineError: If it never evaluates, its task has no such metric, no run can reach the target, or its data
+                cannot be opened.
         """
+        if recipe.evaluate.every is None:
+            raise RecipeError(
+                "evaluate.every=off: a run that is never evaluated reaches no target; give it an interval."
+            )
         task = Subject.open(recipe, World(), "task").task
         found = find_metric(task, self.metric, f"--to {self.metric}={self.value:g}: {self.metric}")
         if found.scale == 100 and not 0 <= self.value <= 100:
@@ -101,7 +107,7 @@ class TargetRun:
     reached: bool = False
     train_seconds: float = 0.0
     wall_seconds: float = 0.0
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[Json] = field(default_factory=list)
     plan: Mapping[str, Any] = field(default_factory=dict)
     trouble: str = ""
 
@@ -115,9 +121,7 @@ def run_to_target(options: Bench, log: Log) -> tuple[LoadedRecipe, Target, list[
     """
     target = Target.parse(options.to or "")
     check_can_watch("bench --to")
-    loaded = load_recipe(options.recipe, options.overrides)
-    if loaded.recipe.evaluate.every is None:
-        raise RecipeError("evaluate.every=off: a run that is never evaluated reaches no target; give it an interval.")
+    loaded = options.load()
     target = target.of(loaded.recipe)
     runs: list[TargetRun] = []
     for index in range(options.runs):
@@ -186,7 +190,7 @@ def follow(run: TargetRun, run_dir: Path, target: Target) -> None:
     if not events.is_file() or run.reached:
         return
     start_time = 0.0
-    evaluations: dict[int, dict[str, Any]] = {}
+    evaluations: dict[int, Json] = {}
     for event in read_events(events, kinds={"start", "evaluation"}):
         if event["event"] == "start":
             start_time = start_time or event["time"]
@@ -207,7 +211,7 @@ def follow(run: TargetRun, run_dir: Path, target: Target) -> None:
     run.evaluations = list(evaluations.values())
 
 
-def summarise_runs(runs: Sequence[TargetRun], target: Target, price: float | None = None) -> dict[str, Any]:
+def summarise_runs(runs: Sequence[TargetRun], target: Target, price: float | None = None) -> Json:
     """Return a result row for runs."""
     # A failed run counts as one observed for that long, and as long as any other if it made no progress: leaving it out
     # would reward failures.

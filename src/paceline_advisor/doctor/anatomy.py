@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from paceline.data.batch import Batch, tensors_in
-from paceline.models.flops import StepWork, WorkCounter
+from paceline.models.flops import WorkCounter
+from paceline_advisor import frozen
 from paceline_advisor.doctor.findings import Place
-from paceline_advisor.formulas.roofline import intensity
 
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
 """Bytes of a number as matrix products read it, by precision."""
@@ -26,7 +26,7 @@ BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
 Kind = Literal["linear", "convolution", "recurrent", "recurrent cell"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Layer:
     """A module that multiplies matrices, in one forward pass.
 
@@ -64,7 +64,7 @@ class Layer:
     def intensity(self, samples: int, bytes_each: int) -> float:
         """Return FLOPs per byte that must be read or written in a forward pass of a batch, with weights read once."""
         values_moved = (self.read + self.written) * samples * self.calls + self.weights
-        return intensity(self.flops * samples, values_moved * bytes_each)
+        return self.flops * samples / (values_moved * bytes_each)
 
 
 def class_places(network: nn.Module, names: Iterable[str]) -> tuple[Place, ...]:
@@ -122,7 +122,7 @@ def _measured(name: str, module: nn.Module, arguments: tuple[Any, ...], result: 
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Anatomy:
     """Properties of a network that the checks need.
 
@@ -143,14 +143,6 @@ class Anatomy:
     parameters: tuple[str, ...] = ()
     parallel: tuple[str, ...] = ()
     not_channels_last: tuple[str, ...] = ()
-
-
-def _forward_flops(found: StepWork) -> Counter[str]:
-    flops: Counter[str] = Counter()
-    for work in found.works:
-        if work.phase in ("forward", "recompute"):  # recomputing a forward pass is another call
-            flops[work.layer] += work.flops
-    return flops
 
 
 def observe_network(network: nn.Module, batch: Batch, step: Callable[[], None]) -> Anatomy:
@@ -190,13 +182,17 @@ def observe_network(network: nn.Module, batch: Batch, step: Callable[[], None]) 
             hooks.enter_context(module.register_forward_hook(partial(after_forward, name)))
         with WorkCounter(network) as counter:
             step()
-    flops = _forward_flops(counter.work)
+    # Recomputing a forward pass is another call.
+    forward = [each for each in counter.work.works if each.phase in ("forward", "recompute")]
     parameters = {name: each for name, each in network.named_parameters() if each.requires_grad}
     laid_out = any(
         each.ndim == 4 and each.is_contiguous(memory_format=torch.channels_last) for each in tensors_in(batch.inputs)
     )
     return Anatomy(
-        layers=tuple(replace(each, flops=flops[each.name] / samples) for each in layers.values()),
+        layers=tuple(
+            replace(each, flops=sum(work.flops for work in forward if work.layer == each.name) / samples)
+            for each in layers.values()
+        ),
         biased=biased,
         class_counts=class_places(network, biased),
         unused=tuple(name for name, each in parameters.items() if each.grad is None),

@@ -15,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,10 +31,7 @@ from torch.utils.data import DataLoader
 import paceline
 from paceline.data.batch import Batch, tensors_in
 from paceline.distributed.affinity import restore_affinity
-from paceline.recipe.data import Data
 from paceline.recipe.named_code import named_code
-from paceline.recipe.running import Checkpoint, Telemetry
-from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch as BatchSection
 from paceline.tasks.task import Task, build_task
@@ -42,6 +39,8 @@ from paceline.trainer.process_settings import restore_globals
 from paceline.trainer.subject import Subject
 from paceline.units import Duration
 from paceline.world import World
+from paceline_advisor import frozen
+from paceline_advisor.apply import QUIET, with_values
 from paceline_advisor.doctor.anatomy import Anatomy, observe_network
 from paceline_advisor.doctor.findings import Place
 from paceline_advisor.prove.runs import without_unneeded
@@ -295,7 +294,7 @@ def find_line(files: Iterable[str], pattern: str) -> Place | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Loader:
     """A DataLoader created by the user's code.
 
@@ -369,7 +368,7 @@ _AUTOTUNE = {"cudnn.benchmark": False, "cudnn.enabled": False, "cudnn.determinis
 def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Calls]:
     """Send a few samples of the recipe's data through its task, forward and backward, and record the calls.
 
-    Call this within :func:`~paceline_advisor.doctor.behaviour.untouched`.
+    Call this within :func:`~paceline_advisor.doctor.behaviour.preserved_state`.
 
     Raises:
         PacelineError: If the recipe cannot be run.
@@ -378,8 +377,8 @@ def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Calls]:
     task = build_task(small(recipe, channels_last=channels_last))
     if task.has_known_shapes:
         # Paceline's own loader processes need no inspection; the user's do.
-        reads_files = recipe.data.backend in ("auto", "pytorch")
-        task = build_task(replace(task.recipe, data=replace(task.recipe.data, workers=0 if reads_files else "auto")))
+        workers = 0 if recipe.data.backend in ("auto", "pytorch") else "auto"
+        task = build_task(with_values(task.recipe, {"data.workers": workers}))
     with Subject.open(task.recipe, World(), "network", task=task) as subject:
         stream = subject.pipeline.train_batches(subject.geometry, 0, 1, World())
         return _observe(subject, next(iter(stream)))
@@ -388,29 +387,24 @@ def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Calls]:
 def small(recipe: Recipe, *, channels_last: bool) -> Recipe:
     """Return the recipe for one small micro-batch on the CPU."""
     left = without_unneeded(recipe)
-    return replace(
-        left,
-        model=replace(left.model, channels_last=channels_last, activation_checkpointing=None),
-        data=_shown_small(left.data),
-        batch=BatchSection(global_size=_SAMPLES),
-        schedule=Schedule(name="constant"),
-        train=replace(left.train, duration=Duration(1, "steps"), ema=None),
-        evaluate=replace(left.evaluate, every=None),
-        checkpoint=Checkpoint(every=None, keep_best=False),
-        parallel=replace(left.parallel, exact=False, logical_ranks="auto", unused_parameters="allow"),
-        telemetry=Telemetry(log_every=Duration(1, "steps"), trackers=()),
-    )
-
-
-def _shown_small(data: Data) -> Data:
-    sides = data.detection.short_sides
-    if sides is None:
-        return data
-    shorter = tuple(sorted({min(each, _SHORT_SIDE) for each in sides}))
-    return replace(
-        data,
-        detection=replace(data.detection, short_sides=shorter, long_side=min(data.detection.long_side, _LONG_SIDE)),
-    )
+    values = {
+        **QUIET,
+        "model.channels_last": channels_last,
+        "model.activation_checkpointing": None,
+        "batch": BatchSection(global_size=_SAMPLES),
+        "train.duration": Duration(1, "steps"),
+        "train.ema": None,
+        "evaluate.every": None,
+        "parallel.exact": False,
+        "parallel.logical_ranks": "auto",
+        "parallel.unused_parameters": "allow",
+    }
+    detection = left.data.detection
+    if detection.short_sides is not None:
+        sides = tuple(sorted({min(each, _SHORT_SIDE) for each in detection.short_sides}))
+        long_side = min(detection.long_side, _LONG_SIDE)
+        values |= {"data.detection.short_sides": sides, "data.detection.long_side": long_side}
+    return with_values(left, values)
 
 
 def _observe(subject: Subject, batch: Batch) -> tuple[Anatomy, Calls]:
@@ -434,7 +428,7 @@ def _observe(subject: Subject, batch: Batch) -> tuple[Anatomy, Calls]:
     if "anomaly" in calls.debugging:
         place = find_line(files, r"\bdetect_anomaly\(|\bset_detect_anomaly\(")
         calls.debugging["anomaly"] = place or calls.debugging["anomaly"]
-    # cuDNN settings that differ from those set by `untouched`.
+    # cuDNN settings that differ from those set by `preserved_state`.
     calls.states = {
         f"torch.backends.{name}={value}": find_line(files, rf"\b{name}\s*=[^=]")
         for name, value in _AUTOTUNE.items()

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import wraps
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
-from paceline.devices import Device, find_device, recognise
-from paceline.distributed.device import choose_device, describe_machine
+from paceline.devices import Device
 from paceline.errors import RecipeError
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
-from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.world import World
+from paceline_advisor import Json, frozen
 from paceline_advisor.doctor.anatomy import Anatomy, Layer
 from paceline_advisor.doctor.behaviour import Calls, Loader
 from paceline_advisor.doctor.findings import TUNING, Advice, Finding, Keeps, Place, Severity
-from paceline_advisor.memory.job import Job, allocator_settings
-from paceline_advisor.memory.trace import trace_steps, without_collection
+from paceline_advisor.memory.job import machine_for, predicted
 
 # Divisors of sizes that matrix units require, and that give the best tiles on an A100 and later.
 _UNITS = {"tf32": (4, 32), "fp16": (8, 64), "bf16": (8, 64), "fp8": (16, 128)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Target:
     """A device that a run is checked for.
 
@@ -84,23 +80,19 @@ def choose_target(name: str | None, recipe: Recipe, *, processes: int = 1) -> Ta
     Raises:
         RecipeError: If the name is unknown, or the recipe's device is not here.
     """
-    if name is None:
-        device_found = choose_device(recipe.parallel.device, World())
-        known = recognise(torch.cuda.get_device_name(device_found)) if device_found.type == "cuda" else None
-        return Target(machine=describe_machine(device_found, processes=processes), device=known)
-    if name.lower() == "cpu":
-        return Target(machine=describe_machine(torch.device("cpu"), processes=processes))
     try:
-        device = find_device(name)
+        machine, device = machine_for(name, recipe, processes)
     except RecipeError as error:
+        if name is None:
+            raise
         raise RecipeError(f"{error} Or cpu, for this machine's processor.") from None
-    return Target(machine=machine_with(device, processes=processes), device=device, is_here=False)
+    return Target(machine=machine, device=device, is_here=name is None or device is None)
 
 
 _OVER_THE_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class MemoryShortage:
     """A step that does not fit.
 
@@ -127,11 +119,8 @@ def memory_shortage(recipe: Recipe, target: Target, world: World) -> MemoryShort
         return None
     # Include evaluation, unless custom code cannot run it on fake tensors.
     for scores in (True, False):
-        fake = fake_step(recipe, machine=machine, processes=world.world_size, scores=scores)
         # Whatever custom code raises, other checks report it.
-        with contextlib.suppress(Exception), without_collection(), fake as step:
-            allocator, _ = allocator_settings(os.environ)
-            job = Job(step, trace_steps(step), machine, shards=max(2, world.world_size), allocator=allocator)
+        with contextlib.suppress(Exception), predicted(recipe, machine, world.world_size, scores=scores) as job:
             if job.fits(job.plan.micro_batch_size, memory):
                 return None
             largest = job.largest(memory, roughly=True)
@@ -139,12 +128,12 @@ def memory_shortage(recipe: Recipe, target: Target, world: World) -> MemoryShort
                 memory=memory,
                 largest=largest,
                 divisor=job.divisor(largest),
-                normalises=any(isinstance(each, _OVER_THE_BATCH) for each in step.network.modules()),
+                normalises=any(isinstance(each, _OVER_THE_BATCH) for each in job.step.network.modules()),
             )
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class CheckedRun:
     """Everything that the checks know about a run.
 
@@ -167,7 +156,7 @@ class CheckedRun:
     calls: Calls
     loaders: tuple[Loader, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    run: tuple[dict[str, Any], ...] = ()
+    run: tuple[Json, ...] = ()
     shortage: MemoryShortage | None = None
 
     @property
@@ -194,12 +183,6 @@ class CheckedRun:
         """Return the fraction of the network's FLOPs that is in some layers."""
         total = sum(layer.flops for layer in self.layers)
         return sum(layer.flops for layer in self.layers if matches(layer)) / total if total else 0.0
-
-    @property
-    def flops_per_layer(self) -> float:
-        """Mean forward FLOPs of one call of a layer, for a micro-batch."""
-        total = sum(layer.flops for layer in self.layers) * self.plan.micro_batch_size
-        return total / max(1, sum(layer.calls for layer in self.layers))
 
 
 @dataclass(frozen=True)
@@ -233,6 +216,9 @@ class CheckResult:
         return replace(self, **changes)
 
 
+Found = CheckResult | None
+"""What a check found in a run, if anything."""
+Inspect = Callable[[CheckedRun], Found | Iterable[CheckResult]]
 Check = Callable[[CheckedRun], list[Finding]]
 CHECKS: list[Check] = []
 
@@ -246,14 +232,14 @@ def check(
     source: str = TUNING,
     overrides: Mapping[str, Any] = MappingProxyType({}),
     **others: Any,
-) -> Callable[[Callable[[CheckedRun], CheckResult | Iterable[CheckResult] | None]], Check]:
+) -> Callable[[Inspect], Check]:
     """Declare a check. The function's name becomes the finding's name, and the arguments are the finding's defaults.
 
     ``others`` are ``keeps``, ``speedup`` and ``predicted``. See :class:`~paceline_advisor.doctor.findings.Finding`.
     """
     defaults = dict(why=why, advice=advice, expected=expected, severity=severity, overrides=overrides, **others)
 
-    def declare(inspect: Callable[[CheckedRun], CheckResult | Iterable[CheckResult] | None]) -> Check:
+    def declare(inspect: Inspect) -> Check:
         @wraps(inspect)
         def findings(subject: CheckedRun) -> list[Finding]:
             outcome = inspect(subject)
@@ -266,7 +252,7 @@ def check(
     return declare
 
 
-def _finding(defaults: dict[str, Any], source: str, result: CheckResult) -> Finding:
+def _finding(defaults: Json, source: str, result: CheckResult) -> Finding:
     data = defaults | {key: value for key, value in vars(result).items() if value is not None}
     advice = Advice(words=data.pop("advice"), overrides=dict(data.pop("overrides")), keeps=data.pop("keeps", "same"))
     data["why"] += data.pop("more_why")

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from paceline_advisor import frozen
+
 Severity = Literal["breaks", "slows", "spoils", "notice"]
 """``breaks``: the run fails, on this device or with several processes. ``slows``: steps take longer than needed.
 ``spoils``: the run may learn less than it could. ``notice``: this may be intended, but has a cost."""
@@ -36,7 +38,7 @@ class Place:
         return f"{shown}:{self.line} ({self.what}{times})"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Advice:
     """What to change.
 
@@ -52,7 +54,7 @@ class Advice:
     keeps: Keeps = "same"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Gain:
     """Measured gain of a change: samples per second with it, relative to without.
 
@@ -78,7 +80,7 @@ class Gain:
         return f"{figures} times as fast" if self.is_certain else f"no gain measured: {figures}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Finding:
     """A finding about a run.
 

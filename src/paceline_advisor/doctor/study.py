@@ -9,8 +9,8 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from paceline.errors import PacelineError, RecipeError, TrainingError
 from paceline.pages.shown import Shown
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.layers import format_override, set_keys
-from paceline.recipe.load import LoadedRecipe, load_recipe, shipped_recipes, stored_recipe, to_tree, to_yaml
+from paceline.recipe.load import LoadedRecipe, shipped_recipes, stored_recipe, to_tree, to_yaml
 from paceline.recipe.named_code import named_code
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_for_report
@@ -32,6 +32,7 @@ from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
 from paceline.trainer.subject import Subject
 from paceline.world import World
+from paceline_advisor import Json, as_json, frozen
 from paceline_advisor.apply import write_new
 from paceline_advisor.bench.interleaved import Measurement, run_interleaved
 from paceline_advisor.commands import Doctor
@@ -46,7 +47,7 @@ _KEPT = {"same": "", "rounding": " [rounds differently]", "training": " [changes
 _MOST_PLACES = 5
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Improved:
     """The outcome of writing an improved recipe.
 
@@ -76,7 +77,7 @@ class Improved:
         yield from (f"  {line}" for line in self.lines)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Diagnosis:
     """Result of the doctor.
 
@@ -110,26 +111,25 @@ class Diagnosis:
     check_seconds: float
     seconds: float
     unseen: dict[str, str]
-    loaded: LoadedRecipe = field(repr=False)
-    machine: MachineFacts = field(repr=False)
-    improved: Improved = field(default_factory=Improved, repr=False)
+    loaded: LoadedRecipe
+    machine: MachineFacts
+    improved: Improved = Improved()
 
     @property
     def is_healthy(self) -> bool:
         """Whether each finding may be intended, or its change had no measured gain."""
         return not any(finding.counts for finding in self.findings)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The diagnosis as one JSON object."""
-        tree = asdict(replace(self, loaded=LoadedRecipe(Recipe(), "")))
-        del tree["loaded"], tree["machine"], tree["improved"]
+        tree = {key: value for key, value in vars(self).items() if key not in ("loaded", "machine", "improved")}
         improved = self.improved
         applied = {
             "applied": [each.name for each in improved.met],
             "left_out": improved.left_out,
             "changes": improved.lines,
         }
-        return {"healthy": self.is_healthy, **tree, **applied}
+        return {"healthy": self.is_healthy, **as_json(tree), **applied}
 
     def __paceline__(self) -> Shown:
         """Show each finding with its evidence, reason, change and gain."""
@@ -172,7 +172,7 @@ def _shown(finding: Finding) -> Iterator[str]:
         yield escape(f"        {label}{finding.gain}; expected: {finding.expected}")
 
 
-def examine(options: Doctor, log: Callable[[str], None]) -> Diagnosis:
+def examine(options: Doctor, log: Log) -> Diagnosis:
     """Run every check in :data:`~paceline_advisor.doctor.checked_run.CHECKS`.
 
     Nothing is trained or written, and the state of this process is unchanged afterwards.
@@ -185,7 +185,7 @@ def examine(options: Doctor, log: Callable[[str], None]) -> Diagnosis:
         PacelineError: If the recipe cannot be planned for that device.
     """
     start_time = time.perf_counter()
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = options.load()
     recipe, assumed = with_placeholder_data(loaded.recipe)
     unseen = {} if assumed is None else {"data": assumed}
     # By default, the fewest processes that the recipe's strategy is for.
@@ -240,9 +240,7 @@ def examine(options: Doctor, log: Callable[[str], None]) -> Diagnosis:
     )
 
 
-def _anatomy(
-    recipe: Recipe, target: Target, world: World, log: Callable[[str], None]
-) -> tuple[Plan, Anatomy | None, str]:
+def _anatomy(recipe: Recipe, target: Target, world: World, log: Log) -> tuple[Plan, Anatomy | None, str]:
     """Return the plan, and the network as observed on fake tensors, or why it could not be observed so."""
     plan: Plan | None = None
     try:
@@ -328,7 +326,7 @@ def diagnose(options: Doctor, log: Log) -> Diagnosis:
         TrainingError: If the unchanged recipe cannot be measured.
     """
     if options.measure and options.device is not None:
-        if not runs_here(options.device, load_recipe(options.recipe, options.overrides).recipe):
+        if not runs_here(options.device, options.load().recipe):
             raise RecipeError(
                 f"--measure measures on this machine's device, not on '{options.device}'; leave one of them out."
             )
@@ -347,9 +345,7 @@ def runs_here(device: str, recipe: Recipe) -> bool:
     return (here.machine.device, here.device) == (named.machine.device, named.device)
 
 
-def measure(
-    diagnosis: Diagnosis, log: Callable[[str], None], *, rounds: int = 8, block_seconds: float = 2.0
-) -> Diagnosis:
+def measure(diagnosis: Diagnosis, log: Log, *, rounds: int = 8, block_seconds: float = 2.0) -> Diagnosis:
     """Measure every finding's change of the recipe separately, and order the findings by measured gain.
 
     Changes that a plan refuses are not measured, and nothing is measured for a device that is not in this machine.
@@ -432,7 +428,7 @@ def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> Impro
     """
     plans = Plans(diagnosis)
     applied: list[Finding] = []
-    overrides: dict[str, Any] = {}
+    overrides: Json = {}
     left_out: dict[str, str] = {}
     for finding in worthwhile(diagnosis.findings, measured=measured):
         requested = finding.advice.overrides

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from paceline.errors import PacelineError, TrainingError
 from paceline.records.reader import read_events, read_json, strip_timings
 from paceline.records.run_directory import RunDirectory
+from paceline_advisor import Json, frozen
 from paceline_advisor.launches import Launch, OverdueError, last_step, said
 
 _COMPARED = ("status", "step", "epoch", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger")
@@ -28,7 +28,7 @@ class SkippedError(Exception):
     """This fault cannot be injected here; the message says why."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RestartOptions:
     """How the run is started again; by default as before."""
 
@@ -60,7 +60,7 @@ class FaultedRun:
     steps_again: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class DrillContext:
     """Settings for disturbed runs of one recipe.
 
@@ -224,7 +224,7 @@ def resumes(run_dir: Path) -> list[int]:
     return [int(event["step"]) for event in read_events(events, kinds={"resume"})]
 
 
-def _records(events: Path, kind: str) -> list[dict[str, Any]]:
+def _records(events: Path, kind: str) -> list[Json]:
     return [strip_timings(event) for event in read_events(events, kinds={kind})]
 
 

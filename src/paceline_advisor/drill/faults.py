@@ -12,9 +12,9 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from paceline.checkpoint.store import CheckpointStore, checkpoint_name
 from paceline.files import is_ignored
@@ -40,23 +40,11 @@ _SLOW_SECONDS = 4.0
 _PATIENCE = "20 seconds"
 _BUSY_SECONDS = 2.0
 _YEAR_SECONDS = 365 * 86_400
+_LAST = slice(-1, None)  # of the ranks
 
 Inject = Callable[[Launch, Path], None]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One way in which a run is disturbed.
-
-    Attributes:
-        name: Its name for ``--only``.
-        does: What it does, in one line.
-        perform: Disturbs a run of that name and recovers it; raises SkippedError if it cannot.
-    """
-
-    name: str
-    does: str
-    perform: Callable[[DrillContext, str], FaultedRun]
+Perform = Callable[[DrillContext, str], FaultedRun]
+"""Disturbs a run of that name and recovers it; raises SkippedError if it cannot."""
 
 
 def _need_several(context: DrillContext, why: str) -> None:
@@ -73,20 +61,28 @@ def _without_fault(context: DrillContext, name: str) -> FaultedRun:
 # ---------------------------------------------------------------------------------------------- deaths
 
 
-def _kill_rank(rank: int, launch: Launch, _: Path) -> None:
-    launch.send(signal.SIGKILL, [launch.ranks()[rank]])
+def _signal_ranks(number: signal.Signals, ranks: slice, launch: Launch, _: Path) -> None:
+    launch.send(number, launch.ranks()[ranks])
 
 
-def _after_kill(inject: Inject, context: DrillContext, name: str) -> FaultedRun:
-    faulted = context.disturb(name, inject)
-    _expect(faulted, _FAILED, -signal.SIGKILL)
+def _recovered(
+    inject: Inject,
+    context: DrillContext,
+    name: str,
+    codes: Sequence[int] = (_FAILED, -signal.SIGKILL),
+    words: Sequence[str] = (),
+    **options: Any,
+) -> FaultedRun:
+    """Disturb a run, which must end with one of these exit codes and words, and recover it."""
+    faulted = context.disturb(name, inject, **options)
+    _expect(faulted, *codes, words=words)
     context.recover(faulted)
     return faulted
 
 
 def _kill_launcher(context: DrillContext, name: str) -> FaultedRun:
     _need_several(context, "one process has no launcher")
-    return _after_kill(lambda launch, _: launch.process.kill(), context, name)
+    return _recovered(lambda launch, _: launch.process.kill(), context, name)
 
 
 def _kill_worker(context: DrillContext, name: str) -> FaultedRun:
@@ -96,7 +92,7 @@ def _kill_worker(context: DrillContext, name: str) -> FaultedRun:
             raise SkippedError("this recipe starts no loader processes here")
         launch.send(signal.SIGKILL, workers[:1])
 
-    return _after_kill(inject, context, name)
+    return _recovered(inject, context, name)
 
 
 def _kill_in_save(context: DrillContext, name: str) -> FaultedRun:
@@ -125,14 +121,6 @@ def _being_saved(run_dir: Path) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------- stops
-
-
-def _signal_rank(number: signal.Signals, launch: Launch, _: Path) -> None:
-    launch.send(number, launch.ranks()[-1:])
-
-
-def _signal_all(number: signal.Signals, launch: Launch, _: Path) -> None:
-    launch.send(number, launch.family())
 
 
 def _stopped(inject: Inject, context: DrillContext, name: str) -> FaultedRun:
@@ -179,14 +167,9 @@ def _hang(launch: Launch, _: Path) -> None:
 
 def _stopped_to_completion(context: DrillContext, name: str) -> FaultedRun:
     _need_several(context, "nobody waits for the only process")
-
-    def inject(launch: Launch, _: Path) -> None:
-        launch.send(signal.SIGSTOP, launch.ranks()[-1:])
-
-    faulted = context.disturb(name, inject, restart=RestartOptions(overrides=(f"parallel.timeout={_PATIENCE}",)))
-    _expect(faulted, _FAILED, words=[f"for rank {context.processes - 1} on "])
-    context.recover(faulted)
-    return faulted
+    restart = RestartOptions(overrides=(f"parallel.timeout={_PATIENCE}",))
+    words = [f"for rank {context.processes - 1} on "]
+    return _recovered(partial(_signal_ranks, signal.SIGSTOP, _LAST), context, name, [_FAILED], words, restart=restart)
 
 
 def _slow(launch: Launch, _: Path) -> None:
@@ -236,10 +219,7 @@ def _file_limit(context: DrillContext, name: str) -> FaultedRun:
         hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, hard))
 
-    faulted = context.disturb(name, inject)
-    _expect(faulted, _FAILED, words=["File too large"])
-    context.recover(faulted)
-    return faulted
+    return _recovered(inject, context, name, [_FAILED], ["File too large"])
 
 
 def _read_only(context: DrillContext, name: str) -> FaultedRun:
@@ -529,23 +509,26 @@ def _expect(faulted: FaultedRun, *codes: int, words: Sequence[str] = ()) -> None
         faulted.objections.append(f"its message contains none of {', '.join(map(repr, words))}")
 
 
-def all_faults(processes: int) -> list[Fault]:
-    """The fault matrix for a number of processes, in order of execution."""
-    faults: list[tuple[str, str, Callable[[DrillContext, str], FaultedRun]]] = [
+def all_faults(processes: int) -> dict[str, tuple[str, Perform]]:
+    """The fault matrix by name, in order of execution: what each fault does, in one line, and how."""
+    faults: list[tuple[str, str, Perform]] = [
         ("nothing", "the same run again: its result must be bit-identical", _without_fault)
     ]
+    for rank in range(processes):
+        kill = partial(_signal_ranks, signal.SIGKILL, slice(rank, rank + 1))
+        faults.append((f"kill-rank-{rank}", f"SIGKILL to rank {rank}", partial(_recovered, kill)))
     faults += [
-        (f"kill-rank-{rank}", f"SIGKILL to rank {rank}", partial(_after_kill, partial(_kill_rank, rank)))
-        for rank in range(processes)
-    ]
-    faults += [
-        ("kill-all", "SIGKILL to all processes at once", partial(_after_kill, lambda launch, _: launch.kill())),
+        ("kill-all", "SIGKILL to all processes at once", partial(_recovered, lambda launch, _: launch.kill())),
         ("kill-launcher", "SIGKILL to the process that started the ranks", _kill_launcher),
         ("kill-worker", "SIGKILL to a loader process", _kill_worker),
         ("kill-in-save", "SIGKILL to all while a checkpoint is being written", _kill_in_save),
     ]
     for number in STOP_SIGNALS:
-        rank_only, group = partial(_signal_rank, number), partial(_signal_all, number)
+        rank_only = partial(_signal_ranks, number, _LAST)
+
+        def group(launch: Launch, _: Path, number: signal.Signals = number) -> None:
+            launch.send(number, launch.family())
+
         faults.append((f"{number.name}-rank", f"{number.name} to the last rank", partial(_stopped, rank_only)))
         faults.append((f"{number.name}-group", f"{number.name} to every process of the run", partial(_stopped, group)))
     cut, blank = ("has changed", "cannot be opened"), ("have changed", "cannot be opened")
@@ -581,4 +564,4 @@ def all_faults(processes: int) -> list[Fault]:
         ("fewer-processes", "SIGKILL to all, then one process resumes", _fewer_processes),
         ("more-processes", "SIGKILL to all, then twice as many resume", _more_processes),
     ]
-    return [Fault(*each) for each in faults]
+    return {name: (does, perform) for name, does, perform in faults}

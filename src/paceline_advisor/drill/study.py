@@ -6,22 +6,23 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from paceline.command import Log
 from paceline.errors import PacelineError, RecipeError, TrainingError, did_you_mean
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
-from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
+from paceline_advisor import Json, frozen
 from paceline_advisor.commands import Drill
 from paceline_advisor.drill.context import DrillContext, SkippedError
-from paceline_advisor.drill.faults import Fault, all_faults
+from paceline_advisor.drill.faults import Perform, all_faults
 from paceline_advisor.launches import OverdueError, check_can_watch
 
 SHORTEST = 20
@@ -31,7 +32,7 @@ _SHORTEST_LIMIT_SECONDS = 180.0
 Result = Literal["pass", "FAIL", "skipped"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Trial:
     """The outcome of one fault.
 
@@ -69,7 +70,7 @@ class Trial:
         return (self.fault, self.result, self.exit_code, repeated, seconds, lost, self.message[:100])
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class DrillReport:
     """The whole fault matrix."""
 
@@ -87,7 +88,7 @@ class DrillReport:
         """Whether no fault failed."""
         return all(trial.result != "FAIL" for trial in self.trials)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The report as one JSON object."""
         return {"passed": self.passed, **asdict(self)}
 
@@ -107,7 +108,7 @@ class DrillReport:
         return Shown(title=f"Drill of {self.recipe}", blocks=[table, *reasons, total, *kept], ok=self.passed or "")
 
 
-def drill(options: Drill, log: Callable[[str], None]) -> DrillReport:
+def drill(options: Drill, log: Log) -> DrillReport:
     """Train undisturbed, then once with each fault, and compare.
 
     Args:
@@ -118,7 +119,7 @@ def drill(options: Drill, log: Callable[[str], None]) -> DrillReport:
         PacelineError: If the recipe is wrong, a fault is unknown, or the undisturbed run fails.
     """
     check_can_watch("a drill")
-    faults = {fault.name: fault for fault in all_faults(options.processes)}
+    faults = all_faults(options.processes)
     for name in options.only:
         if name not in faults:
             raise RecipeError(
@@ -148,7 +149,7 @@ def drill(options: Drill, log: Callable[[str], None]) -> DrillReport:
             raise TrainingError(
                 f"the undisturbed run ended after {summary.step} of {options.steps} steps; see evaluate.patience."
             )
-        chosen = [fault for fault in faults.values() if not options.only or fault.name in options.only]
+        chosen = {name: fault for name, fault in faults.items() if not options.only or name in options.only}
         return DrillReport(
             recipe=options.recipe,
             overrides=context.overrides,
@@ -169,7 +170,7 @@ def shortened(options: Drill) -> tuple[str, ...]:
     """
     if options.steps < SHORTEST:
         raise RecipeError(f"--steps={options.steps}: a drill needs at least {SHORTEST} steps.")
-    recipe = load_recipe(options.recipe, options.overrides).recipe
+    recipe = options.load().recipe
     short = [
         f"train.duration={options.steps} steps",
         "train.until=null",
@@ -188,14 +189,14 @@ def shortened(options: Drill) -> tuple[str, ...]:
     return tuple(short)
 
 
-def _try_all(context: DrillContext, faults: Sequence[Fault], log: Callable[[str], None]) -> Iterator[Trial]:
+def _try_all(context: DrillContext, faults: Mapping[str, tuple[str, Perform]], log: Log) -> Iterator[Trial]:
     repeats = True
-    for fault in faults:
-        trial = partial(Trial, fault=fault.name, does=fault.does)
+    for name, (does, perform) in faults.items():
+        trial = partial(Trial, fault=name, does=does)
         try:
             if not repeats:
                 raise SkippedError("the run is not repeatable even without faults, so a comparison would mean nothing")
-            faulted = fault.perform(context, fault.name)
+            faulted = perform(context, name)
             lost = context.lost(faulted.run_dir)
             reasons = [*faulted.objections, *([f"lost: {', '.join(lost)}"] if lost else [])]
             outcome = trial(
@@ -212,6 +213,6 @@ def _try_all(context: DrillContext, faults: Sequence[Fault], log: Callable[[str]
             outcome = trial(result="skipped", reason=str(skipped))
         except (OverdueError, PacelineError) as error:
             outcome = trial(result="FAIL", reason=str(error))
-        repeats = repeats and not (fault.name == "nothing" and outcome.result == "FAIL")
-        log(f"{fault.name}: {outcome.result}{f' ({outcome.reason})' if outcome.reason else ''}")
+        repeats = repeats and not (name == "nothing" and outcome.result == "FAIL")
+        log(f"{name}: {outcome.result}{f' ({outcome.reason})' if outcome.reason else ''}")
         yield outcome

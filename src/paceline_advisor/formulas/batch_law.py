@@ -23,6 +23,7 @@ from scipy.special import log_ndtr, stdtrit
 
 from paceline.metrics.critical_batch import steps_ratio
 from paceline.metrics.intervals import Interval
+from paceline_advisor import frozen
 
 Floats = NDArray[np.float64]
 
@@ -52,7 +53,7 @@ class SweepPoint:
     reached: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class BatchLaw:
     """The law, fitted.
 
@@ -86,11 +87,7 @@ class BatchLaw:
         """The law as one JSON object."""
         return {
             "law": "(S/S_min - 1)(E/E_min - 1) = 1; epochs = epochs_min (1 + B/B_crit)",
-            "fewest_steps": self.fewest_steps.to_json(),
-            "fewest_examples": self.fewest_examples.to_json(),
-            "critical_batch": self.critical_batch.to_json(),
-            "spread": self.spread,
-            "worst": self.worst,
+            **vars(self),
         }
 
 

@@ -27,33 +27,26 @@ from paceline.errors import PacelineError, did_you_mean
 from paceline.metrics import critical_batch
 from paceline.models import roofline
 from paceline.pages.shown import Shown
+from paceline_advisor import Json, frozen
 from paceline_advisor.commands import Formulas
 
 _SOURCE = "Source:"
 _ROW = re.compile(r"\| `(\w+)(\(.*?\))` \| `(.*?)` \| (.*?) \| (.*) \|")
+_COUNT_NAMES = (
+    "batch global_batch_size micro_batch_size micro_batch accumulation_steps reference_batch small_batch large_batch "
+    "devices processes nodes devices_per_node machines tensor_parallel multiprocessors tiles_at_once tile_m tile_n "
+    "kernel stride dilation groups"
+)
 # Arguments with these names are counts of at least one, in every formula.
-# fmt: off
-_COUNTS = frozenset(
-    {
-        "batch", "global_batch_size", "micro_batch_size", "micro_batch", "accumulation_steps",
-        "reference_batch", "small_batch", "large_batch", "devices", "processes", "nodes",
-        "devices_per_node", "machines", "tensor_parallel", "multiprocessors", "tiles_at_once", "tile_m",
-        "tile_n", "kernel", "stride", "dilation", "groups",
-    }
-)
+_COUNTS = frozenset(_COUNT_NAMES.split())
+_AMOUNT_NAMES = "parameters tokens samples epochs layers heads hidden sequence vocabulary flops states m n k"
 # Amounts, which may be zero but not negative.
-_AMOUNTS = frozenset(
-    {
-        "parameters", "tokens", "samples", "epochs", "layers", "heads", "hidden", "sequence", "vocabulary",
-        "flops", "states", "m", "n", "k",
-    }
-)
-# fmt: on
+_AMOUNTS = frozenset(_AMOUNT_NAMES.split())
 _UNITS_OF_AMOUNTS = ("bytes", "bytes_moved", "bytes_per_element", "seconds", "per_second", "minutes", "price_per_hour")
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Formula:
     """One formula: a function with its description.
 
@@ -75,18 +68,18 @@ class Formula:
     defaults: Mapping[str, Any]
     function: Callable[..., Any]
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Json:
         """Return everything but the function, as JSON values."""
         return {
             "formula": self.name,
             "topic": self.topic,
             "summary": self.summary,
             "source": self.source,
-            "needs": list(self.needs),
-            "defaults": dict(self.defaults),
+            "needs": self.needs,
+            "defaults": self.defaults,
         }
 
-    def compute(self, typed: Sequence[str]) -> tuple[dict[str, Any], Any]:
+    def compute(self, typed: Sequence[str]) -> tuple[Json, Any]:
         """Return the arguments used and the value.
 
         Args:
@@ -114,10 +107,10 @@ class Formula:
             return arguments, asdict(value)
         return arguments, list(value) if isinstance(value, tuple) else value
 
-    def _read(self, typed: Sequence[str]) -> dict[str, Any]:
+    def _read(self, typed: Sequence[str]) -> Json:
         hints = typing.get_type_hints(self.function)
         known = (*self.needs, *self.defaults)
-        given: dict[str, Any] = {}
+        given: Json = {}
         for word in typed:
             name, equals, text = word.partition("=")
             if not equals:
@@ -161,7 +154,7 @@ class LookedUp:
             given = ", ".join(f"{key}={_written(each)}" for key, each in self.used.items())
             return Shown(title=f"{first.name}({given})", blocks=[f"  = {_written(self.value)}"])
         if len(self.known) == 1:
-            needs: dict[str, Any] = dict.fromkeys(first.needs, "must be given")
+            needs: Json = dict.fromkeys(first.needs, "must be given")
             defaults = {key: f"{_written(value)} by default" for key, value in first.defaults.items()}
             return Shown(title=first.summary, blocks=["", {**needs, **defaults}, f"\nSource: {first.source}"])
         lines = []
@@ -216,7 +209,8 @@ def modules() -> list[ModuleType]:
 @cache
 def published() -> tuple[Formula, ...]:
     """Return the formulas of the tables. A value may use the functions of ``math`` and all other formulas."""
-    space = {**vars(math), "Sequence": Sequence, **{name: each for m in modules() for name, each in vars(m).items()}}
+    words = {"Literal": Literal, "Sequence": Sequence}
+    space = {**vars(math), **words, **{name: each for m in modules() for name, each in vars(m).items()}}
     found, topic = [], ""
     text = resources.files(paceline_advisor.formulas).joinpath("published.md").read_text(encoding="utf-8")
     for line in text.splitlines():

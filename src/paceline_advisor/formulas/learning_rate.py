@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paceline_advisor import frozen
+
 # The loss has decreased if the mean of a few consecutive losses is more than this many standard errors below the mean
 # of all earlier ones.
 _SURE = 3.5
@@ -16,6 +18,9 @@ _FASTAI = "fastai, callback.schedule"
 _LEFT_OUT_AT_END = 5
 _SLIDE_POINTS = 15
 _SLIDE_CHANGE = 0.005
+
+
+Series = Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,11 @@ class Rule:
 
     words: str
     source: str
-    choose: Callable[[Sequence[float], Sequence[float]], float]
+    choose: Callable[[Series, Series], float]
     smooth: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Suggestion:
     """One rule's suggestion.
 
@@ -53,7 +58,7 @@ class Suggestion:
     source: str
 
 
-def smoothed(losses: Sequence[float], smoothing: float) -> list[float]:
+def smoothed(losses: Series, smoothing: float) -> list[float]:
     """Return the exponential moving average of the losses, with bias correction (Kingma and Ba 2014).
 
     Args:
@@ -67,7 +72,7 @@ def smoothed(losses: Sequence[float], smoothing: float) -> list[float]:
     return found
 
 
-def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
+def valley(rates: Series, losses: Series) -> float:
     """Return the learning rate in the middle of the longest valley of the loss.
 
     The valley is found from the longest sequence of falling losses, which need not be consecutive. As in fastai, it
@@ -88,7 +93,7 @@ def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
     return rates[max(0, end - longest + int(third) + int(third / 2))]
 
 
-def steepest(rates: Sequence[float], losses: Sequence[float]) -> float:
+def steepest(rates: Series, losses: Series) -> float:
     """Return the learning rate where the loss falls fastest against the logarithm of the rate.
 
     Raises:
@@ -100,12 +105,12 @@ def steepest(rates: Sequence[float], losses: Sequence[float]) -> float:
     return rates[int(slopes.argmin())]
 
 
-def minimum(rates: Sequence[float], losses: Sequence[float]) -> float:
+def minimum(rates: Series, losses: Series) -> float:
     """Return a tenth of the learning rate with the lowest loss."""
     return rates[int(np.argmin(losses))] / 10
 
 
-def slide(rates: Sequence[float], losses: Sequence[float]) -> float:
+def slide(rates: Series, losses: Series) -> float:
     """Return the learning rate where a window of 15 steps, sliding down from the highest rate, stops.
 
     The window stops when the slopes at its two ends differ by at most 0.005. As in fastai, the rate is that of the
@@ -128,7 +133,7 @@ def slide(rates: Sequence[float], losses: Sequence[float]) -> float:
     return found
 
 
-def trough(rates: Sequence[float], losses: Sequence[float]) -> float:
+def trough(rates: Series, losses: Series) -> float:
     """Return the learning rate in the middle of those consecutive steps, a tenth of all, with the lowest mean loss.
 
     The mean is centred. The minimum of a causal average comes later than that of the loss, the more the stronger the
@@ -159,9 +164,7 @@ MEDIAN = "median"
 _OF_MEDIAN = ("trough", "steepest", "minimum")
 
 
-def suggest(
-    rates: Sequence[float], losses: Sequence[float], *, smoothing: float, steps: int | None = None
-) -> dict[str, Suggestion]:
+def suggest(rates: Series, losses: Series, *, smoothing: float, steps: int | None = None) -> dict[str, Suggestion]:
     """Return the suggestion of every rule, and the median, for a range test.
 
     Args:
@@ -191,7 +194,7 @@ def _median(found: Mapping[str, Suggestion]) -> Suggestion:
     )
 
 
-def _suggested(rule: Rule, rates: Sequence[float], losses: Sequence[float], why_not: str) -> Suggestion:
+def _suggested(rule: Rule, rates: Series, losses: Series, why_not: str) -> Suggestion:
     chosen = None
     if not why_not:
         try:
@@ -201,7 +204,7 @@ def _suggested(rule: Rule, rates: Sequence[float], losses: Sequence[float], why_
     return Suggestion(lr=chosen, why_not=why_not, rule=rule.words, source=rule.source)
 
 
-def _why_none(losses: Sequence[float], first: int, last: int) -> str:
+def _why_none(losses: Series, first: int, last: int) -> str:
     """Return why a curve is unusable, or an empty string."""
     if last - first < _FEWEST:
         return f"the test ended after {len(losses)} steps: its first rates are already too high"

@@ -1,44 +1,12 @@
-"""Rules about a network: a transformer's activations and FLOPs, tiles of its products, memory and loss barriers.
-
-``tensor_parallel`` is the number of devices that share each layer. ``recompute`` says which activations are recomputed
-in the backward pass instead of stored.
-"""
+"""Rules about a network: tiles of its products, memory and loss barriers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from paceline_advisor.memory.allocator import rounded
-
-Recompute = Literal["none", "selective", "full"]
-
-
-def layer_activation_bytes(
-    sequence: int,
-    micro_batch: int,
-    hidden: int,
-    heads: int,
-    tensor_parallel: int = 1,
-    *,
-    sequence_parallel: bool = False,
-    recompute: Recompute = "none",
-) -> float:
-    """Bytes of activations that one transformer layer stores on a device in 16-bit training.
-
-    Source:
-        Korthikanti et al., arXiv:2205.05198, table 2.
-    """
-    unit = sequence * micro_batch * hidden
-    if recompute == "full":
-        return 2 * unit / (tensor_parallel if sequence_parallel else 1)
-    attention = 0.0 if recompute == "selective" else 5 * heads * sequence / hidden
-    if sequence_parallel:
-        return unit * (34 + attention) / tensor_parallel
-    return unit * (10 + (24 + attention) / tensor_parallel)
-
 
 # Thread-block tiles of cuBLAS, the most efficient first, as listed in the guide.
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))

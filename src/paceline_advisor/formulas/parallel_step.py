@@ -22,6 +22,7 @@ from functools import partial
 from statistics import NormalDist
 from typing import Literal
 
+from paceline_advisor import frozen
 from paceline_advisor.formulas.scaling import Fabric
 
 FIRST_BUCKET_BYTES = 2**20
@@ -219,7 +220,7 @@ MODEL_UNCERTAINTY = 0.08
 before the other constants were fixed (benchmarks/scaling.py)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Launches:
     """Kernels that a host launches for one forward and backward pass.
 
@@ -243,7 +244,7 @@ class Launches:
         return min(1.0, left / self.eager)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Network:
     """The properties of a network that determine how it scales.
 
@@ -262,7 +263,7 @@ class Network:
         return len(self.gradients)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class OneDevice:
     """The measurement of one device.
 
@@ -281,7 +282,7 @@ class OneDevice:
     is_bound: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Host:
     """Host properties.
 
@@ -313,7 +314,7 @@ class Host:
         return loaders / self.seconds_per_sample * devices / local
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ParallelConfig:
     """How the devices divide a step.
 
@@ -338,7 +339,7 @@ class ParallelConfig:
     launched: float = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Prediction:
     """A step of several devices.
 

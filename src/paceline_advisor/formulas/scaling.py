@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
+from paceline_advisor import frozen
 from paceline_advisor.clusters import Link
 
 
@@ -80,7 +81,7 @@ ALL_REDUCES: Mapping[str, _AllReduce] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Fabric:
     """Devices in nodes of equal size, and the links between them.
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -24,18 +23,18 @@ from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry, epoch_order
 from paceline.data.pipeline import Pipeline, Placement
-from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import CheckpointError, DataError, PacelineError, UnreadableError
 from paceline.metrics.accumulator import Accumulator
-from paceline.plan.compute import resolve_channels_last, resolve_threads
-from paceline.recipe.named_code import refuse_foreign_code
+from paceline.plan.compute import resolve_threads
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_plan
 from paceline.records.run_directory import RunDirectory
 from paceline.references import is_code_trusted
 from paceline.tasks.task import Task, build_task
-from paceline.trainer.evaluate_target import EvaluationRequest, scoring_recipe, scoring_task, with_weights
+from paceline.trainer.evaluate_target import EvaluationRequest, open_saved, scoring_task, trained_network
+from paceline.trainer.subject import Subject
 from paceline.world import World
+from paceline_advisor import frozen
 from paceline_advisor.commands import Landscape
 
 # Minimum number of checkpoints for a trajectory.
@@ -45,6 +44,7 @@ _BATCH = 256
 
 BatchNormUse = Literal["recomputed", "stored"]
 Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 class LossSurface:
@@ -58,6 +58,8 @@ class LossSurface:
     Attributes:
         batch_norm: Source of BatchNorm's statistics: ``recomputed`` from each batch, as in training, or ``stored`` with
             the weights, as in evaluation.
+        has_batch_norm: Whether that makes a difference.
+        size: Number of parameters.
     """
 
     batch_norm: BatchNormUse = "recomputed"
@@ -70,25 +72,20 @@ class LossSurface:
             )
         self.task = task
         self.network = network.eval().requires_grad_(requires_grad=True)
-        self._samples = {split: tuple(batches) for split, batches in samples.items()}
+        self._samples = samples
         self._numbers: dict[Split, float] = {}
         self._named = dict(network.named_parameters())
         self._parameters = list(self._named.values())
         self._statistics = [each for each in network.buffers() if each.is_floating_point()]
-        norms = [each for each in network.modules() if isinstance(each, _BatchNorm)]
         # A norm without running statistics always normalises by the batch; one across processes cannot run alone.
-        self._norms = [each for each in norms if each.track_running_stats and not isinstance(each, nn.SyncBatchNorm)]
+        self._norms = [
+            each
+            for each in network.modules()
+            if isinstance(each, _BatchNorm) and each.track_running_stats and not isinstance(each, nn.SyncBatchNorm)
+        ]
         self.device = self._parameters[0].device
-
-    @property
-    def has_batch_norm(self) -> bool:
-        """Whether the source of the statistics makes a difference."""
-        return bool(self._norms)
-
-    @property
-    def size(self) -> int:
-        """Number of parameters."""
-        return sum(each.numel() for each in self._parameters)
+        self.size = sum(each.numel() for each in self._parameters)
+        self.has_batch_norm = bool(self._norms)
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -229,7 +226,7 @@ class NoSecondDerivativeError(PacelineError):
     """A loss whose curvature cannot be computed."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class OpenedRun:
     """One run under study.
 
@@ -259,19 +256,19 @@ def open_run(target: Path, options: Landscape, world: World) -> OpenedRun:
     Raises:
         PacelineError: If the target, the overrides or the data are not usable.
     """
-    saved = read_weights(target, options.weights, best=options.best)
-    recipe = scoring_recipe(saved, options.overrides)
-    refuse_foreign_code(saved.description("recipe"), recipe, str(saved.path), trusted=is_code_trusted())
-    device = choose_device(recipe.parallel.device, world)
-    machine = describe_machine(device)
-    placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine))
-    torch.set_num_threads(resolve_threads(recipe, machine, world.local_world_size)[0])
-    request = EvaluationRequest(target=target, overrides=options.overrides, weights=options.weights, best=options.best)
+    request = EvaluationRequest(
+        target=target,
+        overrides=options.overrides,
+        weights=options.weights,
+        best=options.best,
+        trust_code=is_code_trusted(),
+    )
+    saved, opened = open_saved(request, world)
+    recipe = opened.recipe
+    torch.set_num_threads(resolve_threads(recipe, opened.machine, world.local_world_size)[0])
     task, facts = scoring_task(request, saved, recipe, world)
-    network = task.build_model()
-    task.check_network(network)
-    samples = _samples(task, recipe, placement, options, world)
-    subject = LossSurface(task, with_weights(network, saved, placement), samples)
+    network = trained_network([task], saved, opened)
+    subject = LossSurface(task, network, _samples(task, opened, options))
     if options.batch_norm is not None and not subject.has_batch_norm:
         raise PacelineError(
             f"--batch-norm {options.batch_norm} has no effect: the network of {saved.path} has no BatchNorm; "
@@ -289,29 +286,27 @@ def read_trajectory(opened: OpenedRun) -> tuple[list[int], list[Tensor]]:
     Raises:
         CheckpointError: If there are too few checkpoints.
     """
-    store = CheckpointStore(opened.target / "checkpoints")
-    network, like = opened.subject.network, opened.subject.current_weights()
-    steps: list[int] = []
-    weights: list[Tensor] = []
+    store, subject = CheckpointStore(opened.target / "checkpoints"), opened.subject
+    own, like = subject.network.state_dict(), subject.current_weights()
+    found: dict[int, Tensor] = {}
     # Up to the weights under study, which may be the best and not the newest.
     for step in (each for each in store.steps() if each <= opened.steps):
         try:
             saved = read_weights(store.path(step), opened.saved.weights)
-            state, _ = adapt_weights(network.state_dict(), saved.plain)
-            check_inventory(network.state_dict(), state, where=str(saved.path))
-            weights.append(torch.cat([state[name].reshape(-1) for name in opened.subject.shapes]).to(like))
-            steps.append(step)
+            state, _ = adapt_weights(own, saved.plain)
+            check_inventory(own, state, where=str(saved.path))
+            found[step] = _flat([state[name] for name in subject.shapes]).to(like)
         except UnreadableError:
             raise
         except CheckpointError:
             continue
-    if len(weights) < _LEAST:
+    if len(found) < _LEAST:
         raise CheckpointError(
-            f"{opened.target} has {len(weights)} whole checkpoint(s), and a trajectory needs {_LEAST}; train with "
+            f"{opened.target} has {len(found)} whole checkpoint(s), and a trajectory needs {_LEAST}; train with "
             f"checkpoint.keep={max(_LEAST, 20)}, say, and checkpoint.every short enough, or leave trajectory out of "
             "--measure."
         )
-    return steps, weights
+    return list(found), list(found.values())
 
 
 def check_alike(first: OpenedRun, second: OpenedRun) -> None:
@@ -320,60 +315,43 @@ def check_alike(first: OpenedRun, second: OpenedRun) -> None:
     Raises:
         PacelineError: If their weights differ in names or shapes.
     """
-    first_shapes, second_shapes = first.subject.shapes, second.subject.shapes
-    if first_shapes == second_shapes and len(first.subject.statistics()) == len(second.subject.statistics()):
+    shapes = [run.subject.shapes for run in (first, second)]
+    if shapes[0] == shapes[1] and len(first.subject.statistics()) == len(second.subject.statistics()):
         return
-    differing = next(
-        (name for name in {**first_shapes, **second_shapes} if first_shapes.get(name) != second_shapes.get(name)),
-        "a buffer",
-    )
+    names = dict.fromkeys(name for each in shapes for name in each)
+    name = next((name for name in names if shapes[0].get(name) != shapes[1].get(name)), "a buffer")
+    one, other = ("missing" if name not in each else "x".join(map(str, each[name])) or "a number" for each in shapes)
     raise PacelineError(
-        f"there is no line from {first.target} to {second.target}: {differing} is "
-        f"{_shape(first_shapes.get(differing))} in one and {_shape(second_shapes.get(differing))} in the other; give "
-        "runs of the same network, or leave line out of --measure."
+        f"there is no line from {first.target} to {second.target}: {name} is {one} in one and {other} in the other; "
+        "give runs of the same network, or leave line out of --measure."
     )
 
 
-def _shape(shape: torch.Size | None) -> str:
-    return "missing" if shape is None else "x".join(map(str, shape)) or "a number"
-
-
-def _samples(
-    task: Task, recipe: Recipe, placement: Placement, options: Landscape, world: World
-) -> dict[Split, tuple[Batch, ...]]:
-    counts = task.split_sizes()
-    if counts is None:
-        return _first_samples(task, recipe, placement, options, world)
+def _samples(task: Task, opened: Subject, options: Landscape) -> dict[Split, tuple[Batch, ...]]:
+    counts, most, placement = task.split_sizes(), options.samples, opened.placement
+    if counts is None:  # a custom task: its first training samples, and its first evaluation samples
+        samples = task.data_facts(opened.world).train_samples
+        geometry = StepGeometry(
+            seed=opened.recipe.seed, samples=samples, global_batch_size=min(_BATCH, samples), logical_ranks=1, repeats=1
+        )
+        steps = geometry.epochs.phases[0].steps_per_epoch
+        with _pipeline(task, placement, training=True) as pipeline:
+            train = _whole(pipeline.train_batches(geometry, 0, steps, World()), most)
+        with _pipeline(task, placement, training=False) as pipeline:
+            return {"train": train, "validation": _whole(pipeline.evaluation_batches(_BATCH, World()), most)}
     found: dict[Split, tuple[Batch, ...]] = {}
-    splits: tuple[Split, Split] = ("train", "validation")
-    for split, whole in zip(splits, counts, strict=True):
-        count = whole if options.samples is None else min(options.samples, whole)
+    for split, whole in zip(SPLITS, counts, strict=True):
+        count = whole if most is None else min(most, whole)
         # Training images are preprocessed like validation images: without augmentation, and the same at every point.
-        shown = build_task(recipe)
+        shown = build_task(opened.recipe)
         ids = np.sort(epoch_order(options.seed, 0, whole)[:count]) if count < whole else np.arange(whole)
         shown.score_only(ids, training=split == "train")
-        shown.data_facts(world)
+        shown.data_facts(opened.world)
         # Batches of nearly equal size: with recomputed statistics, the last batch must not have only two samples.
         size = -(-count // max(1, -(-count // _BATCH)))
         with _pipeline(shown, placement, training=False) as pipeline:
             found[split] = _whole(pipeline.evaluation_batches(size, World()), None)
     return found
-
-
-def _first_samples(
-    task: Task, recipe: Recipe, placement: Placement, options: Landscape, world: World
-) -> dict[Split, tuple[Batch, ...]]:
-    """For a custom task: its first training samples, and its first evaluation samples."""
-    facts = task.data_facts(world)
-    size = min(_BATCH, facts.train_samples)
-    geometry = StepGeometry(
-        seed=recipe.seed, samples=facts.train_samples, global_batch_size=size, logical_ranks=1, repeats=1
-    )
-    steps = geometry.epochs.phases[0].steps_per_epoch
-    with _pipeline(task, placement, training=True) as pipeline:
-        train = _whole(pipeline.train_batches(geometry, 0, steps, World()), options.samples)
-    with _pipeline(task, placement, training=False) as pipeline:
-        return {"train": train, "validation": _whole(pipeline.evaluation_batches(_BATCH, World()), options.samples)}
 
 
 @contextlib.contextmanager

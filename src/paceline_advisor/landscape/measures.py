@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.data.random_draws import uniforms
 from paceline.distributed.collectives import Collectives
+from paceline_advisor import frozen
 from paceline_advisor.formulas.network import keskar_sharpness
 from paceline_advisor.landscape.loss_surface import LossSurface, Split
 
@@ -26,7 +27,7 @@ Numbers = NDArray[np.float64]
 # --------------------------------------------------------------------------------------------- points and processes
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Curve:
     """Metrics along a line.
 
@@ -39,7 +40,7 @@ class Curve:
     values: Mapping[str, tuple[float, ...]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Surface:
     """Metrics on a plane.
 
@@ -166,7 +167,7 @@ def filter_normalised(direction: Tensor, weights: Tensor, shapes: Mapping[str, t
     return scaled
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Plane:
     """The plane through the last weights that is closest to all others.
 
@@ -221,13 +222,13 @@ def principal_plane(weights: Sequence[Tensor]) -> Plane:
 # ------------------------------------------------------------------------------------------------------- sharpness
 
 Start = Literal["weights", "random"]
-STARTS: tuple[Start, ...] = ("weights", "random")
+STARTS: tuple[Start, ...] = get_args(Start)
 
 # Vector numbers above those used for a surface's directions.
 _START_NUMBER, _SUBSPACE_NUMBER = 1000, 2000
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Ascent:
     """One search for the largest loss in a box.
 
@@ -244,7 +245,7 @@ class Ascent:
     gradients: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Sharpness:
     """Keskar's measure.
 
@@ -332,7 +333,7 @@ def sharpness(loss: float, ascents: Sequence[Ascent], epsilon: float, subspace: 
 _NOTHING = 1e-10
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Eigenvalue:
     """The largest eigenvalue of a Hessian.
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,12 @@ from paceline.pages.shown import Shown
 from paceline.plan.rates import lr_factor
 from paceline.trainer.precision import set_float32_matmul
 from paceline.trainer.process_settings import restore_torch_settings
+from paceline_advisor import Json, frozen
 from paceline_advisor.commands import Landscape
 from paceline_advisor.formulas.network import loss_barrier
 from paceline_advisor.landscape import measures
 from paceline_advisor.landscape.loss_surface import (
+    SPLITS,
     NoSecondDerivativeError,
     OpenedRun,
     Split,
@@ -56,7 +58,7 @@ _NORMS = {
 _WIDE = 50.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Trajectory:
     """A run's path, in the plane that captures most of it.
 
@@ -73,7 +75,7 @@ class Trajectory:
     surface: Surface
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RunLandscape:
     """One run.
 
@@ -113,7 +115,7 @@ class RunLandscape:
     curvature: Eigenvalue | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Line:
     """The straight line from the first run's weights (0) to the second's (1).
 
@@ -135,7 +137,7 @@ class Line:
         return "; ".join(said)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class LandscapeReport:
     """The whole result.
 
@@ -157,7 +159,7 @@ class LandscapeReport:
     line: Line | None = None
     notes: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the result as JSON values."""
         return asdict(self)
 
@@ -198,25 +200,17 @@ def comparison(report: LandscapeReport) -> tuple[tuple[str, ...], list[tuple[obj
     metric, loss = first.gap_metric, next(iter(first.results["train"]))
     is_share = metric is not None and metric.endswith("accuracy")
     heading = ["run", "batch", "peak lr", "steps", f"train {loss}", f"test {loss}"]
-    if is_share:
-        heading += ["train %", "test %", "gap (points)"]
-    elif metric is not None:
-        heading += [f"train {metric}", f"test {metric}", "gap"]
+    if metric is not None:
+        heading += ["train %", "test %", "gap (points)"] if is_share else [f"train {metric}", f"test {metric}", "gap"]
     heading += [f"sharpness {each.epsilon:g} (%)" for each in first.sharpness]
     heading += ["top eigenvalue"] if first.curvature is not None else []
     rows = []
     for run in report.runs:
-        train, test = run.results["train"], run.results["validation"]
-        row = [
-            str(run.run),
-            run.batch_size,
-            f"{run.peak_lr:g}",
-            run.steps,
-            _short_number(train[loss]),
-            _short_number(test[loss]),
-        ]
+        results = [run.results[split] for split in SPLITS]
+        row: list[object] = [str(run.run), run.batch_size, f"{run.peak_lr:g}", run.steps]
+        row += [_short_number(each[loss]) for each in results]
         if metric is not None:
-            figures = (train[metric], test[metric], run.gap or 0.0)
+            figures = (*(each[metric] for each in results), run.gap or 0.0)
             row += [f"{each:.2f}" if is_share else _short_number(each) for each in figures]
         row += [_short_number(each.percent) for each in run.sharpness]
         if run.curvature is not None:
@@ -329,7 +323,6 @@ _MARGIN = 0.25
 _EIGENVECTOR_NUMBER = 3000
 # A process that has finished its part waits for the others.
 _PATIENCE_SECONDS = 7 * 24 * 3600
-_SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
 def explore(request: Landscape, _: Log) -> LandscapeReport:
@@ -358,7 +351,7 @@ def explore(request: Landscape, _: Log) -> LandscapeReport:
     subject = runs[0].subject
     return LandscapeReport(
         split=request.split,
-        samples={split: subject.count(split) for split in _SPLITS},
+        samples={split: subject.count(split) for split in SPLITS},
         batch_norm=subject.batch_norm if any(run.subject.has_batch_norm for run in runs) else "none",
         seed=request.seed,
         runs=found,
@@ -370,7 +363,7 @@ def explore(request: Landscape, _: Log) -> LandscapeReport:
 def _measure_run(run: OpenedRun, request: Landscape, collectives: Collectives, notes: list[str]) -> RunLandscape:
     subject, weights = run.subject, run.subject.current_weights()
     found = measures.run_jobs(dict(_jobs(run, weights, request, notes)), collectives)
-    results = dict(zip(_SPLITS, found["results"], strict=True))
+    results = dict(zip(SPLITS, found["results"], strict=True))
     curvature, *why_not = found.get("curvature", (None,))
     notes += why_not
     loss_name = subject.task.metrics[0].name
@@ -389,9 +382,7 @@ def _measure_run(run: OpenedRun, request: Landscape, collectives: Collectives, n
         results=results,
         gap=None if metric is None else results["train"][metric] - results["validation"][metric],
         gap_metric=metric,
-        curve=found.get("curve"),
-        surface=found.get("surface"),
-        trajectory=found.get("trajectory"),
+        **{name: found.get(name) for name in ("curve", "surface", "trajectory")},
         sharpness=tuple(
             measures.sharpness(loss, found[f"sharpness {epsilon}"], epsilon, request.subspace)
             for epsilon in request.epsilon
@@ -411,7 +402,7 @@ def _jobs(run: OpenedRun, weights: Tensor, request: Landscape, notes: list[str])
         for epsilon in request.epsilon:
             parts = [partial(climb, subject, weights, split, epsilon, start) for start in STARTS]
             yield f"sharpness {epsilon}", Job(parts)
-    yield "results", Job([partial(subject.measure, weights, on, batch_norm="stored") for on in _SPLITS])
+    yield "results", Job([partial(subject.measure, weights, on, batch_norm="stored") for on in SPLITS])
     yield "here", Job([partial(subject.measure, weights, split)])
     reach, axes = request.reach, list[Tensor]()
     if asks("curve") or asks("surface"):
@@ -491,7 +482,7 @@ def _line(runs: list[OpenedRun], request: Landscape, collectives: Collectives, n
             subject.move_to(first, first_norms)
 
     at = sorted({*positions(*_LINE, request.points), 0.0, 1.0})
-    curves = measures.run_jobs({on: measures.curve(at, partial(measure, on)) for on in _SPLITS}, collectives)
+    curves = measures.run_jobs({on: measures.curve(at, partial(measure, on)) for on in SPLITS}, collectives)
     loss = subject.task.metrics[0].name
     return Line(curves=curves, barrier={on: loss_barrier(at, curve.values[loss]) for on, curve in curves.items()})
 

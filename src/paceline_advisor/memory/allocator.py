@@ -13,6 +13,8 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass
 
+from paceline_advisor import frozen
+
 MIB = 2**20
 SMALLEST_BLOCK = 512
 _LARGEST_SMALL = MIB
@@ -27,7 +29,7 @@ Pool = tuple[int, bool]
 """A stream, and whether the pool has the stream's small blocks; otherwise it has the large ones."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Settings:
     """Options of PyTorch's allocator.
 

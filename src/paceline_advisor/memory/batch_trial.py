@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import islice
+from typing import cast
 
 import torch
 
-from paceline.data.batch import Batch, Progress, select_rows, tensors_in
+from paceline.data.batch import Batch, select_rows, tensors_in
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleSlice
@@ -24,7 +25,8 @@ from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.fake_batch import fixed_batch, largest_micro_batch, one_batch
 from paceline.world import World
-from paceline_advisor.forwarding import forwarded
+from paceline_advisor import frozen
+from paceline_advisor.forwarding import PassesOn, StandIn, forwarded
 
 REFERENCE = "paceline_advisor.memory.batch_trial:task"
 CONFIG_VARIABLE = "PACELINE_BATCH_TRIAL"
@@ -32,7 +34,7 @@ _FEW = 2
 _LOOKED_AT = 16  # number of held-out samples of which the largest is used; the first of equal ones
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class TrialConfig:
     """Settings of a trial.
 
@@ -59,7 +61,7 @@ def task(recipe: Recipe) -> Task:
     return TrialTask(build_task(replace(recipe, task=config.task)), config)
 
 
-class TrialTask(Task):
+class TrialTask(StandIn):
     """A task with as many samples as a trial needs: a few repeated ones, each with weight 1.
 
     Args:
@@ -68,11 +70,8 @@ class TrialTask(Task):
     """
 
     def __init__(self, task: Task, config: TrialConfig) -> None:
-        super().__init__(task.recipe)
-        self.task = task
-        self.metrics, self.headline, self.unit = task.metrics, task.headline, task.unit
-        self.gives_scores, self.is_own = task.gives_scores, task.is_own
-        self._config = config
+        super().__init__(task)
+        self.is_own, self._config = task.is_own, config
 
     def data_facts(self, world: World) -> DataFacts:
         """Return the task's facts, with other numbers of samples."""
@@ -86,7 +85,7 @@ class TrialTask(Task):
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
         """Delegate to the task, after reading a few of its samples."""
-        return _Repeated(self.task, placement, self._config)
+        return cast(Pipeline, _Repeated(self.task, placement, self._config))
 
     def prepare_training(self, placement: Placement) -> None:
         """Delegate to the task, after limiting how much of a GPU may be used."""
@@ -96,19 +95,12 @@ class TrialTask(Task):
             torch.cuda.set_per_process_memory_fraction(min(1.0, self._config.memory / whole), placement.device)
 
 
-class _Repeated:
+class _Repeated(PassesOn):
     """A pipeline whose batches repeat a few samples; the next batch is prepared while the current one is in use."""
 
     def __init__(self, task: Task, placement: Placement, config: TrialConfig) -> None:
-        self._inner: Pipeline = task.open_pipeline(placement)
-        self._task = task
-        self._config = config
-
-    def start(self, *, training: bool, evaluation: bool) -> None:
-        self._inner.start(training=training, evaluation=evaluation)
-
-    def load(self, report: Progress) -> None:
-        self._inner.load(report)
+        super().__init__(task.open_pipeline(placement))
+        self._task, self._config = task, config
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
         # Padded to the same size, a tall and a wide picture take more memory than two of the largest pictures.
@@ -134,9 +126,6 @@ class _Repeated:
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
         return f"sample {sample_id} of the trial"
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def _repeated(example: Batch, part: SampleSlice) -> Batch:

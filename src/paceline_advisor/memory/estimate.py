@@ -5,37 +5,32 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
-
-import torch
+from dataclasses import replace
 
 from paceline.cli.options import choose_processes
 from paceline.command import Log
-from paceline.devices import DEVICES, find_device
-from paceline.distributed.device import choose_device, describe_machine
+from paceline.devices import DEVICES
 from paceline.errors import PacelineError, RecipeError
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.plan import MachineFacts, Plan
 from paceline.plan.strategy import check_sharding
 from paceline.plan.strategy import choose_automatically as weighed
-from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_batch import with_placeholder_data
-from paceline.trainer.fake_step import fake_step, machine_with
+from paceline.trainer.fake_step import FakeStep
 from paceline.units import format_bytes, format_count
-from paceline.world import World
+from paceline_advisor import Json, as_json, frozen
+from paceline_advisor.apply import with_values
 from paceline_advisor.commands import Estimate
+from paceline_advisor.memory.allocations import unknown_kernels
 from paceline_advisor.memory.allocator import Settings
-from paceline_advisor.memory.job import MOST, Job, allocator_settings
-from paceline_advisor.memory.kernels import unknown_kernels
-from paceline_advisor.memory.replay import Peak, peak_of
-from paceline_advisor.memory.trace import EVALUATION, Steps, trace_step, trace_steps, without_collection
+from paceline_advisor.memory.job import MOST, Job, Peak, allocator_settings, machine_for, peak_of, predicted
+from paceline_advisor.memory.trace import EVALUATION, Steps, trace_step, trace_steps
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Saving:
     """A change of the recipe and its memory.
 
@@ -69,29 +64,33 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, cur
         job: A process of the unchanged run.
         current: Bytes that the device must have without changes.
     """
-    for change, changed in _changes(recipe, job.plan.precision, machine):
+    changes = {}
+    if job.plan.precision == "fp32" and "bf16_products" not in machine.lacks:
+        changes["train.precision"] = ["bf16"]
+    if recipe.model.activation_checkpointing is None and not recipe.model.compile:
+        changes["model.activation_checkpointing"] = ["selective", "full"]
+    for key, value in ((key, value) for key, values in changes.items() for value in values):
+        change, changed = f"{key}={value}", with_values(recipe, {key: value})
         try:
-            with fake_step(changed, processes=processes, machine=machine, scores=True) as step:
-                # A single sample is not run: a network may behave differently with it, or refuse it.
-                steps = trace_steps(step) if step.micro_batch == 1 else cache(lambda _, step=step: trace_step(step))
-                changed_job = Job(step, steps, machine, shards=job.shards, allocator=job.allocator)
-                needed = changed_job.least(step.micro_batch, machine.memory_bytes)
+            with predicted(
+                changed, machine, processes, shards=job.shards, allocator=job.allocator, trace=_only_its_own
+            ) as changed_job:
+                needed = changed_job.least(changed_job.step.micro_batch, machine.memory_bytes)
         except PacelineError as error:
             yield Saving(change=change, needed=None, why_not=str(error))
             continue
         yield Saving(change=change, needed=needed, saved=current - needed)
 
 
-def _changes(recipe: Recipe, precision: str, machine: MachineFacts) -> Iterator[tuple[str, Recipe]]:
-    if precision == "fp32" and "bf16_products" not in machine.lacks:
-        yield "train.precision=bf16", replace(recipe, train=replace(recipe.train, precision="bf16"))
-    if recipe.model.activation_checkpointing is None and not recipe.model.compile:
-        for how in ("selective", "full"):
-            model = replace(recipe.model, activation_checkpointing=how)
-            yield f"model.activation_checkpointing={how}", replace(recipe, model=model)
+def _only_its_own(step: FakeStep) -> Steps:
+    """Run a step at its own size; a single sample is not run, as a network may behave differently with it."""
+    if step.micro_batch == 1:
+        return trace_steps(step)
+    trace = trace_step(step)
+    return Steps(trace, trace, lambda _: trace)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Verdict:
     """The parallel strategy of a run.
 
@@ -150,7 +149,7 @@ _HALVINGS, _DOUBLINGS = 3, 2
 _ROUGHLY = 16
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Size:
     """Memory of a micro-batch of another size.
 
@@ -167,7 +166,7 @@ class Size:
     fits: bool | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Fit:
     """The largest micro-batch that fits on a device.
 
@@ -183,7 +182,7 @@ class Fit:
     largest: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class MemoryEstimate:
     """Memory of a run per process.
 
@@ -238,10 +237,10 @@ class MemoryEstimate:
         """Bytes of the device that are left; negative if it does not fit, and None if its memory is unknown."""
         return None if self.memory is None else self.memory - self.least
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the estimate as one JSON object."""
         plan = self.plan
-        return {
+        document = {
             "recipe": self.recipe,
             "device": self.device,
             "memory_bytes": self.memory,
@@ -255,19 +254,20 @@ class MemoryEstimate:
             "left_bytes": self.left,
             "fits": self.fits,
             "outside_bytes": self.outside,
-            "peak": self.peak.to_json(),
+            "peak": self.peak,
             "evaluation_batch": self.plan.evaluation_batch_size if EVALUATION in self.peak.parts else None,
-            "allocator": vars(self.allocator),
-            "sizes": [vars(each) for each in self.sizes],
+            "allocator": self.allocator,
+            "sizes": self.sizes,
             "largest_micro_batch": self.largest,
             "micro_size": self.micro_size,
             "verified": self.verified,
-            "devices": [vars(each) for each in self.devices],
-            "savings": [vars(each) for each in self.savings],
-            "verdict": vars(self.verdict),
-            "notices": list(self.notices),
+            "devices": self.devices,
+            "savings": self.savings,
+            "verdict": self.verdict,
+            "notices": self.notices,
             "seconds": self.seconds,
         }
+        return dict(as_json(document))
 
     def __paceline__(self) -> Shown:
         """Show the step and its peak, other sizes and devices, savings and the verdict."""
@@ -380,7 +380,7 @@ def estimate(options: Estimate, _: Log) -> MemoryEstimate:
     Raises:
         PacelineError: If the recipe cannot be planned, or its network needs real values.
     """
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = options.load()
     processes = 1
     if options.processes is not None or options.device is None:
         processes = choose_processes(options.processes, loaded.recipe).count
@@ -403,30 +403,34 @@ def estimate_memory(
     """
     start_time = time.perf_counter()
     recipe, assumed = with_placeholder_data(loaded.recipe)
-    machine = _machine(device, processes, recipe)
+    machine, _ = machine_for(device, recipe, processes)
     shards = processes if processes > 1 else SUPPOSED
     memory = machine.memory_bytes
     allocator, ignored = allocator_settings(os.environ if machine.device == "cuda" else {}, expandable=expandable)
-    with (
-        without_collection(),
-        fake_step(recipe, processes=processes, machine=machine, scores=True) as step,
-    ):
-        steps = trace_steps(step)
-        job = Job(step, steps, machine, shards=shards, allocator=allocator)
-        largest, verified = (None, None) if memory is None else _largest(job, steps, memory)
+    with predicted(recipe, machine, processes, shards=shards, allocator=allocator) as job:
+        steps, current = job.steps, job.plan.micro_batch_size
+        largest, verified = (None, None) if memory is None else _largest(job, memory)
         # Inside: a network whose memory is not linear in the batch size is run at each of these sizes.
-        current = job.plan.micro_batch_size
         # Sizes around the requested one, each twice the previous.
         sizes = sorted({max(1, current * 2**power // 2**_HALVINGS) for power in range(_HALVINGS + _DOUBLINGS + 1)})
         sizes = [each for each in sizes if each == current or not steps.refuses(each)]
-        kernels = unknown_kernels(step.network) if machine.device == "cpu" else ""
-        least = job.least(current, memory)
+        kernels = unknown_kernels(job.step.network) if machine.device == "cpu" else ""
+
+        def at(micro_batch: int) -> Size:
+            return Size(
+                micro_batch=micro_batch,
+                needed=job.needed(micro_batch),
+                least=job.least(micro_batch, memory),
+                fits=None if memory is None else job.fits(micro_batch, memory),
+            )
+
+        here = at(current)
         sharded: tuple[Saving, ...] = ()
         # If samples are processed one by one, sharded weights would be gathered for each of them.
         if job.plan.strategy != "fsdp" and not steps.is_scaled:
             total = job.least(current, memory, "fsdp")
             change = f"parallel.strategy=fsdp over {shards} processes"
-            sharded = (Saving(change=change, needed=total, saved=least - total),)
+            sharded = (Saving(change=change, needed=total, saved=here.least - total),)
         found = MemoryEstimate(
             recipe=loaded.name,
             plan=job.plan,
@@ -436,50 +440,31 @@ def estimate_memory(
             outside=job.outside,
             peak=job.peak(current),
             allocator=allocator,
-            needed=job.needed(current),
-            least=least,
-            fits=None if memory is None else job.fits(current, memory),
-            sizes=tuple(
-                Size(
-                    micro_batch=each,
-                    needed=job.needed(each),
-                    least=job.least(each, memory),
-                    fits=None if memory is None else job.fits(each, memory),
-                )
-                for each in sizes
-                if each <= max(current, job.most)
-            ),
+            needed=here.needed,
+            least=here.least,
+            fits=here.fits,
+            sizes=tuple(at(each) for each in sizes if each <= max(current, job.most)),
             largest=largest,
             micro_size=job.divisor(largest) if largest else None,
             verified=verified,
             devices=tuple(_fits(job, machine, largest)) if machine.device == "cuda" else (),
             savings=sharded,
             verdict=weigh(job, memory, shards),
-            notices=tuple(each for each in (assumed, *ignored, kernels, *_notices(job, steps)) if each),
+            notices=tuple(each for each in (assumed, *ignored, kernels, *_notices(job)) if each),
             seconds=0.0,
         )
-    with without_collection():
-        others = tuple(savings(recipe, machine, processes, job, found.least))
+    others = savings(recipe, machine, processes, job, found.least)
     return replace(found, savings=(*found.savings, *others), seconds=time.perf_counter() - start_time)
 
 
-def _machine(device: str | None, processes: int, recipe: Recipe) -> MachineFacts:
-    world = World(world_size=processes, local_world_size=processes)
-    if device is None:
-        return describe_machine(choose_device(recipe.parallel.device, world), processes=processes)
-    if device.lower() == "cpu":
-        return describe_machine(torch.device("cpu"), processes=processes)
-    return machine_with(find_device(device), processes=processes)
-
-
-def _largest(job: Job, steps: Steps, memory: int) -> tuple[int, float | None]:
+def _largest(job: Job, memory: int) -> tuple[int, float | None]:
     """Return the largest micro-batch that fits, checked by running its step.
 
     Returns:
         The size in samples, and the ratio of the peak bytes of the first step that was run to their extrapolation; None
         instead of the ratio if no step was run.
     """
-    tried = job.largest(memory)
+    steps, tried = job.steps, job.largest(memory)
     if not tried:
         return 0, None
     computed = peak_of(steps(tried), caching=False).allocated
@@ -511,8 +496,8 @@ def _fits(job: Job, machine: MachineFacts, largest: int | None) -> Iterator[Fit]
         yield Fit(device=device.name, memory=device.memory_bytes, largest=most)
 
 
-def _notices(job: Job, steps: Steps) -> Iterator[str]:
-    plan = job.plan
+def _notices(job: Job) -> Iterator[str]:
+    plan, steps = job.plan, job.steps
     if steps.is_scaled:
         yield (
             "detections are assumed: the maximum of proposals and objects that its settings allow, also for the loss"

@@ -8,43 +8,35 @@ the next one starts from scratch.
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from paceline.cli.options import choose_processes
 from paceline.command import Log
-from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import ModelError, RunDirectoryError, TrainingError
 from paceline.machine import memory_limit
 from paceline.pages.shown import Shown
+from paceline.plan import MachineFacts
 from paceline.plan.batching import micro_batch_size, with_valid_ghost_size
 from paceline.plan.compute import resolve_evaluation_batch
 from paceline.recipe.data import Progressive
-from paceline.recipe.load import load_recipe, to_yaml
-from paceline.recipe.running import Checkpoint, Telemetry
-from paceline.recipe.schedule import Schedule
+from paceline.recipe.load import to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.memory import peak_private_of
 from paceline.trainer.fake_batch import with_placeholder_data
-from paceline.trainer.fake_step import fake_step
 from paceline.units import Duration, format_bytes, format_count, format_seconds
-from paceline.world import World
-from paceline_advisor.apply import write_new
+from paceline_advisor import Json, frozen
+from paceline_advisor.apply import QUIET, with_values, write_new
 from paceline_advisor.commands import FindBatch
 from paceline_advisor.launches import Launch, check_alone, said
 from paceline_advisor.memory.batch_trial import REFERENCE, TrialConfig
-from paceline_advisor.memory.job import Job, allocator_settings
-from paceline_advisor.memory.trace import trace_steps, without_collection
+from paceline_advisor.memory.job import Job, machine_for, predicted
 
 # The first step creates the optimizer's state, and the second has it.
 _STEPS = 2
@@ -57,7 +49,7 @@ _REFUSED = (
 _TINY_RATE = 1e-9
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Trial:
     """A trial of one size.
 
@@ -96,7 +88,7 @@ class TrialRunner:
     share: int
     memory: int | None
     device_type: str
-    log: Callable[[str], None]
+    log: Log
     trials: list[Trial] = field(default_factory=list)
 
     def fits(self, micro_batch: int) -> bool:
@@ -185,47 +177,43 @@ class TrialRunner:
 
 def shortened(recipe: Recipe, micro_batch: int, global_size: int) -> Recipe:
     """Return the recipe for a trial: two steps of the same work, with any evaluation, that learn nothing."""
-    lacks_file = recipe.data.backend in ("auto", "pytorch")
     steps = Duration(_STEPS, "steps")
-    scaler = replace(recipe.train.grad_scaler, init_scale=1.0)  # steps must not be skipped
-    return replace(
-        recipe,
-        model=replace(
-            with_valid_ghost_size(recipe.model, micro_batch),
-            pretrained=False,
-            initialize_from=None,
-            initialize_partly=False,
-            compile=False,
-            # In the end the whole network is trained.
-            frozen=() if recipe.model.unfreeze else recipe.model.frozen,
-            unfreeze={},
-            freeze_after={},  # it is trained until then
-        ),
-        # In the end images have their largest size.
-        data=replace(recipe.data, workers=0 if lacks_file else recipe.data.workers, progressive=Progressive()),
-        batch=Batch(global_size=global_size, micro_size=micro_batch),
-        optimizer=replace(recipe.optimizer, lr=_TINY_RATE, lr_scaling="none", lr_reference_batch=None),
-        schedule=Schedule(name="constant"),
-        train=replace(recipe.train, duration=steps, until=None, nonfinite="stop", grad_scaler=scaler),
-        evaluate=replace(
-            recipe.evaluate,
-            every=None if recipe.evaluate.every is None else steps,
-            patience=None,
-            # By default, it would follow the trial's global batch, which is smaller than the run's.
-            batch_size=resolve_evaluation_batch(recipe),
-            keep_examples=0,
-        ),
-        checkpoint=Checkpoint(every=None, keep_best=False),
-        parallel=replace(recipe.parallel, logical_ranks="auto"),
-        telemetry=Telemetry(log_every=Duration(1, "steps"), trackers=()),
-    )
+    values = {
+        **QUIET,
+        "model": with_valid_ghost_size(recipe.model, micro_batch),
+        "model.pretrained": False,
+        "model.initialize_from": None,
+        "model.initialize_partly": False,
+        "model.compile": False,
+        # In the end the whole network is trained, and images have their largest size.
+        "model.frozen": () if recipe.model.unfreeze else recipe.model.frozen,
+        "model.unfreeze": {},
+        "model.freeze_after": {},  # it is trained until then
+        "data.workers": 0 if recipe.data.backend in ("auto", "pytorch") else recipe.data.workers,
+        "data.progressive": Progressive(),
+        "batch": Batch(global_size=global_size, micro_size=micro_batch),
+        "optimizer.lr": _TINY_RATE,
+        "optimizer.lr_scaling": "none",
+        "optimizer.lr_reference_batch": None,
+        "train.duration": steps,
+        "train.until": None,
+        "train.nonfinite": "stop",
+        "train.grad_scaler.init_scale": 1.0,  # steps must not be skipped
+        "evaluate.every": None if recipe.evaluate.every is None else steps,
+        "evaluate.patience": None,
+        # By default, it would follow the trial's global batch, which is smaller than the run's.
+        "evaluate.batch_size": resolve_evaluation_batch(recipe),
+        "evaluate.keep_examples": 0,
+        "parallel.logical_ranks": "auto",
+    }
+    return with_values(recipe, values)
 
 
 # A trial takes seconds: sizes between two that differ by less than this fraction are skipped.
 _ROUGHLY = 16
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class FoundBatch:
     """Result of the search.
 
@@ -271,7 +259,7 @@ class FoundBatch:
             return None
         return self.estimated / self.measured - 1
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the result as one JSON object."""
         return {
             "recipe": self.name,
@@ -325,7 +313,7 @@ def find_batch(options: FindBatch, log: Log) -> FoundBatch:
         TrainingError: If not even one sample fits, or a trial fails for another reason.
         PacelineError: For mistakes that training would find before it starts.
     """
-    loaded, memory = load_recipe(options.recipe, options.overrides), options.memory
+    loaded, memory = options.load(), options.memory
     processes = choose_processes(options.processes, loaded.recipe).count
     check_alone("find-batch")
     recipe, assumed = with_placeholder_data(loaded.recipe)
@@ -333,17 +321,15 @@ def find_batch(options: FindBatch, log: Log) -> FoundBatch:
         log(assumed)
     if recipe.model.compile:
         log("model.compile=true: tried uncompiled, because every size would be compiled again")
-    device = choose_device(recipe.parallel.device, World(world_size=processes, local_world_size=processes))
-    if device.type == "cpu" and memory is None:
+    machine, _ = machine_for(None, recipe, processes)
+    if machine.device == "cpu" and memory is None:
         memory = _available(processes)
     # The samples of a process in a step, which micro-batches must divide.
-    parallel = replace(recipe.parallel, logical_ranks="auto", exact=False)
-    share = micro_batch_size(
-        replace(recipe, parallel=parallel, batch=replace(recipe.batch, micro_size="auto")), processes
-    )
-    job, why_not = _job(recipe, device, processes)
+    undivided = {"parallel.logical_ranks": "auto", "parallel.exact": False, "batch.micro_size": "auto"}
+    share = micro_batch_size(with_values(recipe, undivided), processes)
+    job, why_not = _job(recipe, machine, processes)
     runner = TrialRunner(
-        recipe=recipe, processes=processes, share=share, memory=memory, device_type=device.type, log=log
+        recipe=recipe, processes=processes, share=share, memory=memory, device_type=machine.device, log=log
     )
     expected = job.plan.device_memory_bytes if job is not None and memory is None else memory
     # Start at a quarter of the expected size, since trials that do not fit take longest.
@@ -364,14 +350,14 @@ def find_batch(options: FindBatch, log: Log) -> FoundBatch:
     estimated = None
     if job is not None:  # as a trial's peak is measured: all memory of a process, or PyTorch's allocations on a GPU
         estimated = job.needed(low) if job.plan.device == "cpu" else job.peak(low).allocated
-    found = replace(loaded.recipe, batch=replace(loaded.recipe.batch, micro_size=micro))
+    found = with_values(loaded.recipe, {"batch.micro_size": micro})
     if options.apply is not None:
         write_new(options.apply, to_yaml(found))
     return FoundBatch(
         name=loaded.name,
         recipe=found,
         processes=processes,
-        device=describe_machine(device).device_name,
+        device=machine.device_name,
         trials=tuple(runner.trials),
         largest=low,
         refused=high,
@@ -415,17 +401,14 @@ def proposed(fits: Callable[[int], bool], *, most: int, share: int) -> int:
     return next((each for each in range(most, 0, -1) if share % each == 0 and fits(each)), 0)
 
 
-def _job(recipe: Recipe, device: torch.device, processes: int) -> tuple[Job | None, str]:
+def _job(recipe: Recipe, machine: MachineFacts, processes: int) -> tuple[Job | None, str]:
     """Return the memory estimator of the run, or why there is none."""
-    machine = describe_machine(device, processes=processes)
-    allocator, _ = allocator_settings(os.environ if device.type == "cuda" else {})
     try:
-        with without_collection(), fake_step(recipe, processes=processes, machine=machine, scores=True) as step:
-            steps = trace_steps(step)
-            job = Job(step, steps, machine, shards=processes, allocator=allocator)
+        with predicted(recipe, machine, processes) as job:
+            is_known = job.steps.is_linear or job.steps.is_scaled
     except ModelError as error:
         return None, str(error)
-    return (job, "") if steps.is_linear or steps.is_scaled else (None, "its steps differ in more than size")
+    return (job, "") if is_known else (None, "its steps differ in more than size")
 
 
 def _available(processes: int) -> int | None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
 
 from paceline.data.image.pipeline import LARGEST_SHARE_OF_DEVICE
+from paceline.devices import Device, find_device, recognise
+from paceline.distributed.device import describe_machine
 from paceline.errors import RecipeError
-from paceline.models.build import parameter_count
-from paceline.plan import MachineFacts, ParameterNumbers
+from paceline.plan import MachineFacts
 from paceline.plan.strategy import exact_gradient_count
-from paceline.trainer.fake_step import FakeStep
-from paceline_advisor.memory.allocations import Allocation
-from paceline_advisor.memory.allocator import INTERVALS, MIB, PLAIN, Settings
-from paceline_advisor.memory.replay import Peak, fits, peak_of
-from paceline_advisor.memory.trace import FIRST, STEP, Steps, StepTrace
+from paceline.recipe.schema import Recipe
+from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
+from paceline.trainer.network import count_parameters
+from paceline.trainer.subject import Subject
+from paceline.world import World
+from paceline_advisor import Json, frozen
+from paceline_advisor.memory.allocations import ROOM, Allocation
+from paceline_advisor.memory.allocator import INTERVALS, MIB, PLAIN, Block, CachingAllocator, DoesNotFitError, Settings
+from paceline_advisor.memory.trace import FIRST, STEP, Steps, StepTrace, trace_steps, without_collection
 from paceline_advisor.memory.variants import (
     Sharding,
     accumulated,
@@ -33,6 +43,147 @@ from paceline_advisor.memory.variants import (
     with_temporary,
     with_warm_up,
 )
+
+_LARGEST = 5
+
+
+@frozen
+class Peak:
+    """The moment of a run with the highest memory use.
+
+    Attributes:
+        allocated: Bytes in use at that moment, as ``torch.cuda.max_memory_allocated`` counts them; on a CPU, bytes of
+            the tensors.
+        reserved: Peak memory reserved from the device; None on a CPU, where nothing is cached.
+        causes: Bytes in use at that moment, by purpose, including rounding.
+        phase: Phase of the step at that moment; ``evaluation`` outside of a step.
+        layer: The module that runs at that moment.
+        operation: The operation at that moment.
+        largest: The layers with the largest activations at that moment, with their bytes.
+        parts: Peak of the bytes in use in each part of the run, such as its first step, later steps, its evaluation.
+    """
+
+    allocated: int
+    reserved: int | None
+    causes: Mapping[str, int]
+    phase: str
+    layer: str
+    operation: str
+    largest: tuple[tuple[str, int], ...]
+    parts: Mapping[str, int]
+
+    @property
+    def taken(self) -> int:
+        """Peak bytes taken from the device: reserved with a caching allocator, else allocated."""
+        return self.allocated if self.reserved is None else self.reserved
+
+    def to_json(self) -> Json:
+        """Return the peak as one JSON object."""
+        return {
+            "allocated_bytes": self.allocated,
+            "reserved_bytes": self.reserved,
+            "causes": self.causes,
+            "phase": self.phase,
+            "layer": self.layer,
+            "operation": self.operation,
+            "largest_layers": [{"layer": layer, "activation_bytes": size} for layer, size in self.largest],
+            "allocated_bytes_by_part": self.parts,
+        }
+
+
+def _played(step: StepTrace, allocator: CachingAllocator | None) -> Iterator[tuple[str, int, int]]:
+    """Allocate and free a run's storages on a device.
+
+    Args:
+        step: The run.
+        allocator: The device's allocator; None for a CPU.
+
+    Yields:
+        The name of the part, the number of events so far, and the bytes in use, at the start of each part and after
+        each of its events.
+
+    Raises:
+        DoesNotFitError: If a storage does not fit on the device.
+    """
+    live: dict[int, Block | None] = {}
+    allocated = done = 0
+    for name, events in step.played:
+        yield name, done, allocated
+        for event in events:
+            number = max(event, ~event)
+            each = step.allocations[number]
+            # Memory set aside for kernels decides what fits, but does not count.
+            counts = each.cause != ROOM
+            if number in live:
+                block = live.pop(number)
+                allocated -= block.size if block is not None and counts else 0
+                if allocator is not None:
+                    allocator.free(block)
+            if event >= 0:
+                # Batches are copied and normalised during the step, on a separate stream.
+                stream = 1 if each.cause == "batch" else 0
+                block = (
+                    Block(0, each.size, (stream, False)) if allocator is None else allocator.allocate(each.size, stream)
+                )
+                live[number] = block
+                allocated += block.size if block is not None and counts else 0
+            done += 1
+            yield name, done, allocated
+
+
+def peak_of(step: StepTrace, *, caching: bool, allocator: Settings = PLAIN) -> Peak:
+    """Find the peak of a run.
+
+    Args:
+        step: The run's steps and its evaluation.
+        caching: Whether its device has PyTorch's caching allocator, as GPUs have.
+        allocator: Options of that allocator.
+    """
+    reserving = CachingAllocator(settings=allocator) if caching else None
+    parts: dict[str, int] = {}
+    most, until = 0, 0
+    for name, done, allocated in _played(step, reserving):
+        parts[name] = max(parts.get(name, 0), allocated)
+        if allocated > most:
+            most, until = allocated, done
+    live: dict[int, None] = {}
+    for event in step.events[:until]:
+        if event < 0:
+            live.pop(~event, None)
+        else:
+            live[event] = None
+    causes, layers = Counter[str](), Counter[str]()
+    for each in (step.allocations[number] for number in sorted(live)):
+        if each.cause != ROOM:
+            causes[each.cause] += each.size
+        if each.cause == "activations":
+            layers[each.layer] += each.size
+    if rounding := most - sum(causes.values()):
+        causes["rounding"] = rounding
+    last = step.allocations[step.events[until - 1]]
+    return Peak(
+        allocated=most,
+        reserved=None if reserving is None else reserving.peak_reserved,
+        causes=dict(causes),
+        phase=last.phase,
+        layer=last.layer,
+        operation=last.operation,
+        largest=tuple(layers.most_common(_LARGEST)),
+        parts=parts,
+    )
+
+
+def fits(step: StepTrace, room: int, *, caching: bool, allocator: Settings = PLAIN) -> bool:
+    """Whether a run completes with ``room`` bytes of memory."""
+    if not caching:
+        return peak_of(step, caching=False).allocated <= room
+    try:
+        for _ in _played(step, CachingAllocator(limit=room, settings=allocator)):
+            pass
+    except DoesNotFitError:
+        return False
+    return True
+
 
 # The second is the older name; if both are set, PyTorch uses the first.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -129,13 +280,15 @@ class Job:
     """A process's run under a plan: its steps and its evaluation.
 
     Args:
-        step: Its fake step, which is inspected here for values that need its network.
+        step: Its fake step.
         steps: The same step at all sizes.
         machine: The machine.
         shards: Processes over which weights are sharded, if they are.
         allocator: Options of PyTorch's allocator.
 
     Attributes:
+        step: Its fake step.
+        steps: The same step at all sizes.
         plan: The run's plan.
         recipe: The run's recipe.
         outside: Bytes of the device that are not used for tensors.
@@ -148,34 +301,31 @@ class Job:
     def __init__(
         self,
         step: FakeStep,
-        steps: Callable[[int], StepTrace],
+        steps: Steps,
         machine: MachineFacts,
         *,
         shards: int,
         allocator: Settings = PLAIN,
     ) -> None:
+        self.step, self.steps, self._machine = step, steps, machine
         self.plan, self.recipe = step.plan, step.recipe
-        self._steps, self._machine = steps, machine
         self.shards, self.allocator = shards, allocator
-        self.numbers = ParameterNumbers(
-            sum(each.numel() for each in step.network.parameters()), parameter_count(step.network)
-        )
+        self.numbers = count_parameters(step.network)
         self._sharding: Sharding = sharding_of(step.network, step.recipe.parallel, shards)
         self._caching = machine.device in ("cuda", "xpu")
         self.outside = outside(machine.device, self.plan.world_size)
         self.share = max(each.global_batch_size for each in self.plan.batch_phases) // self.plan.world_size
-        one_by_one = isinstance(steps, Steps) and steps.goes_one_by_one
-        self.most = max(1, self.share) if one_by_one else MOST
+        self.most = max(1, self.share) if steps.goes_one_by_one else MOST
         self.forget()
+
+    def sharded_over(self, shards: int) -> Job:
+        """Return the same process with its weights, if sharded, on another number of processes."""
+        return Job(self.step, self.steps, self._machine, shards=shards, allocator=self.allocator)
 
     def forget(self) -> None:
         """Forget all results, because the steps have changed."""
         self._known: dict[tuple[int, str | None], Peak] = {}
         self._least: dict[tuple[int, int | None, str | None], int] = {}
-
-    def accumulates(self, micro_batch: int) -> bool:
-        """Whether a step has several micro-batches of this size, whose gradients are accumulated."""
-        return micro_batch < self.share
 
     def divisor(self, most: int) -> int:
         """Return the largest micro-batch up to ``most`` samples that divides a process's share; 0 if ``most`` is 0."""
@@ -270,7 +420,8 @@ class Job:
         return self._known[key]
 
     def _trace(self, micro_batch: int, strategy: str) -> StepTrace:
-        step = self._shared(self._steps(micro_batch), strategy, accumulates=self.accumulates(micro_batch))
+        # Gradients of several smaller micro-batches are accumulated.
+        step = self._shared(self.steps(micro_batch), strategy, accumulates=micro_batch < self.share)
         step = with_input(step, self.plan, self.recipe.data.mix)
         return with_data_set(with_libraries(step, self._machine), self.plan, LARGEST_SHARE_OF_DEVICE)
 
@@ -296,6 +447,57 @@ class Job:
         if self.plan.world_size == 1:
             return step
         return with_temporary(step, [leaf] * (held - 1), FIRST, STEP, begin=update_start, end=update_start)
+
+
+def machine_for(name: str | None, recipe: Recipe, processes: int = 1) -> tuple[MachineFacts, Device | None]:
+    """Return the machine to assume, and its accelerator if it is a known one.
+
+    Args:
+        name: A name of ``paceline.devices``, or ``cpu``; None for the device that a run here would use.
+        recipe: The run's recipe.
+        processes: Processes on the machine, each with its own device unless that is the CPU.
+
+    Raises:
+        RecipeError: If the name is unknown, or the recipe's device is not here.
+    """
+    if name is None:
+        machine = Subject.open(recipe, World(world_size=processes, local_world_size=processes), "device").machine
+        return machine, recognise(machine.device_name) if machine.device == "cuda" else None
+    if name.lower() == "cpu":
+        return describe_machine(torch.device("cpu"), processes=processes), None
+    device = find_device(name)
+    return machine_with(device, processes=processes), device
+
+
+@contextlib.contextmanager
+def predicted(
+    recipe: Recipe,
+    machine: MachineFacts,
+    processes: int = 1,
+    *,
+    shards: int = 0,
+    scores: bool = True,
+    allocator: Settings | None = None,
+    trace: Callable[[FakeStep], Steps] = trace_steps,
+) -> Iterator[Job]:
+    """Predict the memory of one process of a run at any micro-batch size, from a fake step; the one way to do it.
+
+    Args:
+        recipe: The recipe.
+        machine: The machine to assume.
+        processes: Processes of the run.
+        shards: Processes over which weights would be sharded; by default all, and at least two.
+        scores: Whether to include an evaluation.
+        allocator: Options of PyTorch's allocator; by default those of the environment, for CUDA.
+        trace: Runs the step at the sizes that determine all others.
+
+    Raises:
+        PacelineError: If the recipe cannot be planned there, or its network needs real values.
+    """
+    if allocator is None:
+        allocator, _ = allocator_settings(os.environ if machine.device == "cuda" else {})
+    with without_collection(), fake_step(recipe, processes=processes, machine=machine, scores=scores) as step:
+        yield Job(step, trace(step), machine, shards=shards or max(2, processes), allocator=allocator)
 
 
 def _last(condition: Callable[[int], bool], low: int, guess: int, high: int, roughly: bool) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain, pairwise
 
@@ -19,30 +19,11 @@ from torch import Tensor
 from paceline.data.batch import Batch, tensors_in
 from paceline.errors import ModelError
 from paceline.trainer.fake_step import FakeStep
-from paceline_advisor.memory.allocations import Allocation, AllocationTrace, KernelMemory
-from paceline_advisor.memory.kernels import cpu_workspace, gpu_workspace
+from paceline_advisor import frozen
+from paceline_advisor.memory.allocations import Allocation, AllocationTrace, KernelMemory, cpu_workspace, gpu_workspace
 
-
-@dataclass(frozen=True)
-class ScoredSingly:
-    """An evaluation's storages, which can follow any step of the same run.
-
-    Attributes:
-        held: Number of earlier storages, which come first in every trace.
-        allocations: Storages that it allocated.
-        events: Its events by storage number: ``n`` is allocated, ``~n`` is freed.
-    """
-
-    held: int
-    allocations: tuple[Allocation, ...]
-    events: tuple[int, ...]
-
-    def append_to(self, trace: AllocationTrace) -> None:
-        """Apply the evaluation to a trace."""
-        behind = len(trace.allocations) - self.held
-        trace.allocations += self.allocations
-        trace.events += (event + behind if event >= 0 else event - behind for event in self.events)
-
+Scored = Callable[[AllocationTrace], None]
+"""Appends an evaluation's storages to the trace of any step of the same run."""
 
 START, REHEARSAL, FIRST, STEP, EVALUATION = "start", "rehearsal", "first step", "step", "evaluation"
 # In the order of a run: the first step creates the optimizer's state, and later ones have it. A step after the
@@ -55,7 +36,7 @@ _SMALLEST = 2
 _MANY_MORE = 1.2
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class StepTrace:
     """The storages of a run's steps and of its evaluation.
 
@@ -114,7 +95,7 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def trace_step(step: FakeStep, scored: ScoredSingly | None = None) -> StepTrace:
+def trace_step(step: FakeStep, scored: Scored | None = None) -> StepTrace:
     """Run a fake run's first step, its evaluation if any, and the update of another step.
 
     The passes of both steps are the same, but the first update creates the optimizer's state.
@@ -141,7 +122,7 @@ def trace_step(step: FakeStep, scored: ScoredSingly | None = None) -> StepTrace:
         why_unscored = ""
         try:
             if step.is_sample_by_sample and step.evaluation_batch_size:
-                (scored or evaluation_of(step)).append_to(trace)
+                (scored or evaluation_of(step))(trace)
             else:
                 step.evaluate(_calling(trace))
         except ModelError as error:
@@ -188,7 +169,7 @@ def _hold_networks(step: FakeStep, trace: AllocationTrace) -> None:
         trace.hold(chain(step.ema.module.parameters(), step.ema.module.buffers()), "average")
 
 
-def evaluation_of(step: FakeStep) -> ScoredSingly:
+def evaluation_of(step: FakeStep) -> Scored:
     """Return the evaluation of a network that processes samples one by one, from runs with one and two samples.
 
     Raises:
@@ -216,7 +197,13 @@ def evaluation_of(step: FakeStep) -> ScoredSingly:
         number = held + len(allocations)
         allocations.append(Allocation(more, "activations", "evaluation", "", f"{count - 2} further samples"))
         events = [number, *events, ~number]
-    return ScoredSingly(held, tuple(allocations), tuple(events))
+
+    def append(trace: AllocationTrace) -> None:
+        behind = len(trace.allocations) - held  # earlier storages come first in every trace
+        trace.allocations += allocations
+        trace.events += (event + behind if event >= 0 else event - behind for event in events)
+
+    return append
 
 
 def _inside(step: FakeStep) -> KernelMemory:

@@ -13,9 +13,18 @@ from paceline.plan.rates import LearningRate
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events
 from paceline.records.run_directory import RunDirectory
-from paceline_advisor.prove.evidence import Evidence
+from paceline_advisor.prove.evidence import (
+    Difference,
+    Dropout,
+    Evidence,
+    PlainLoop,
+    difference,
+    dropouts,
+    joined,
+    parts_of,
+)
 from paceline_advisor.prove.recorder import Check, ObservedRun, named, nan_as_infinite, same_content
-from paceline_advisor.prove.reference import Difference, Dropout, PlainLoop, difference, dropouts, joined, parts_of
+from paceline_advisor.prove.runs import FULL_STEPS, STEPS, STEPS_PER_EPOCH, TAIL_STEP
 
 _MOST_TRIED = 8
 # Random draws to try: a layer that drops whole samples often does the same twice.
@@ -50,7 +59,7 @@ def order(result: Check, evidence: Evidence) -> Check:
             [
                 sample
                 for note in run.micro_batches
-                if note.step // evidence.sizes.steps_per_epoch == epoch
+                if note.step // STEPS_PER_EPOCH == epoch
                 for sample in (*note.ids, *note.broken)
             ]
             for epoch in range(2)
@@ -58,7 +67,7 @@ def order(result: Check, evidence: Evidence) -> Check:
         for number, ids in enumerate(epochs, start=1):
             missing = len(expected - set(ids))
             extra = len(ids) - len(set(ids) & expected)
-            if (missing or extra) and run.completed(number * evidence.sizes.steps_per_epoch - 1):
+            if (missing or extra) and run.completed(number * STEPS_PER_EPOCH - 1):
                 found = f"{run.name}: in epoch {number}, {missing} samples are missing and {extra} are too many"
                 return result.measured(missing + extra, found=found)
         if epochs[0] == epochs[1] != []:
@@ -111,7 +120,7 @@ def parameters(result: Check, evidence: Evidence) -> Check:
 )
 def gradient(result: Check, evidence: Evidence) -> Check:
     """The trainer against a plain loop over the same micro-batches."""
-    return _worst(result, _against_parts(evidence, evidence.unchanged, evidence.sizes.full_steps), evidence)
+    return _worst(result, _against_parts(evidence, evidence.unchanged, FULL_STEPS), evidence)
 
 
 @check(
@@ -131,9 +140,7 @@ def accumulation(result: Check, evidence: Evidence) -> Check:
     if probe.incomparable:
         return result.not_applicable(probe.incomparable)
     gaps = [
-        gap
-        for run in (evidence.one_batch, evidence.micro_batched)
-        for gap in _against_whole(evidence, run, sizes.full_steps)
+        gap for run in (evidence.one_batch, evidence.micro_batched) for gap in _against_whole(evidence, run, FULL_STEPS)
     ]
     return _worst(result, gaps, evidence)
 
@@ -147,7 +154,7 @@ def accumulation(result: Check, evidence: Evidence) -> Check:
 def tail(result: Check, evidence: Evidence) -> Check:
     """An epoch's last step, which has fewer samples."""
     sizes = evidence.sizes
-    step = sizes.tail_step
+    step = TAIL_STEP
     result = result.about(f"an epoch's last {sizes.tail} samples, in parts, against plain PyTorch")
     for run in evidence.runs:
         used = sum(len(each.ids) + len(each.broken) for each in run.micro_batches if each.step == step)
@@ -181,7 +188,7 @@ def processes(result: Check, evidence: Evidence) -> Check:
     ]
     if differing:
         return result.failed(f"the processes got different gradients at step {differing[0]}")
-    return _worst(result, _against_parts(evidence, run, sizes.full_steps), evidence)
+    return _worst(result, _against_parts(evidence, run, FULL_STEPS), evidence)
 
 
 @check(
@@ -324,7 +331,11 @@ def metric(result: Check, evidence: Evidence) -> Check:
         return result.not_applicable(_NO_END)
     for run in ended_runs:
         for weights, samples, values in _evaluations(run):
-            expected = evidence.sizes.evaluation_samples - _unreadable(run)
+            incidents = read_events(RunDirectory(run.run_dir).events, kinds={"incident"})
+            unreadable = sum(
+                event["incident"] == "broken_sample" and event.get("split") == "validation" for event in incidents
+            )
+            expected = evidence.sizes.evaluation_samples - unreadable
             extra = samples - expected or _scored_twice(run, weights)
             if extra:
                 text = f"{run.name}, {weights}: {extra:+d} samples were counted"
@@ -345,8 +356,8 @@ def ended(result: Check, evidence: Evidence) -> Check:
     """Every run took all its steps."""
     for run in evidence.runs:
         steps = len(run.ranks[0].steps) if run.ranks else 0
-        if run.trouble or steps != evidence.sizes.steps:
-            text = run.trouble or f"{steps} steps instead of {evidence.sizes.steps}"
+        if run.trouble or steps != STEPS:
+            text = run.trouble or f"{steps} steps instead of {STEPS}"
             return result.failed(f"{run.name}: {text}")
     return result.measured(0)
 
@@ -517,12 +528,6 @@ def _peak(recipe: Recipe, batch: int) -> float:
     ratio = 1.0 if optimizer.lr_reference_batch is None else batch / optimizer.lr_reference_batch
     factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optimizer.lr_scaling]
     return optimizer.lr * factor
-
-
-def _unreadable(run: ObservedRun) -> int:
-    """Return how many held-out samples were left out because they were unreadable."""
-    incidents = read_events(RunDirectory(run.run_dir).events, kinds={"incident"})
-    return sum(event["incident"] == "broken_sample" and event.get("split") == "validation" for event in incidents)
 
 
 def _scored_twice(run: ObservedRun, weights: str) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import TypeAdapter
@@ -19,20 +19,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paceline.checkpoint.weights import read_weights
 from paceline.data.balance import SampleLengths
-from paceline.data.batch import Batch, Progress, copied, mapped, select_rows, tensors_in
-from paceline.data.order import StepGeometry
+from paceline.data.batch import Batch, copied, mapped, select_rows, tensors_in
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.environment import read_launch
 from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Model, Task, build_task
 from paceline.world import World
-from paceline_advisor.forwarding import forwarded
+from paceline_advisor import frozen
+from paceline_advisor.forwarding import PassesOn, StandIn, forwarded
 
 Verdict = Literal["passed", "failed", "not applicable"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Check:
     """A comparison and its result.
 
@@ -85,7 +85,7 @@ def named(names: list[str], most: int = 4) -> str:
 CONFIG_VARIABLE = "PACELINE_PROVE"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RecorderConfig:
     """Settings of a recorder.
 
@@ -174,13 +174,8 @@ class Notes:
     scores: list[ScoreNote] = field(default_factory=list)
     final_buffers: str = ""
 
-    @classmethod
-    def read(cls, path: Path) -> Notes:
-        """Read what :meth:`Recorder.finish` wrote."""
-        return TypeAdapter(cls).validate_json(path.read_bytes())
 
-
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ObservedRun:
     """A finished run.
 
@@ -209,7 +204,7 @@ class ObservedRun:
     def ranks(self) -> list[Notes]:
         """The notes of every process that wrote some, in order."""
         paths = (self.folder / f"rank-{rank}.json" for rank in range(self.processes))
-        return [Notes.read(path) for path in paths if path.exists()]
+        return [TypeAdapter(Notes).validate_json(path.read_bytes()) for path in paths if path.exists()]
 
     @cached_property
     def micro_batches(self) -> list[MicroBatchNote]:
@@ -302,7 +297,7 @@ def recorder(recipe: Recipe) -> Recorder:
     return Recorder(build_task(replace(recipe, task=config.task)), config)
 
 
-class Recorder(Task):
+class Recorder(StandIn):
     """A task that forwards everything to another one, and records its calls.
 
     Only three things differ from the task itself: there are fewer samples, the network computes in float64 if
@@ -316,10 +311,7 @@ class Recorder(Task):
     """
 
     def __init__(self, task: Task, config: RecorderConfig, alter: Callable[[nn.Module], None] | None = None) -> None:
-        super().__init__(task.recipe)
-        self.task = task
-        self.metrics, self.headline, self.unit = task.metrics, task.headline, task.unit
-        self.gives_scores = task.gives_scores
+        super().__init__(task)
         self.notes = Notes()
         self.batches: dict[tuple[int, int], Batch] = {}
         self.config = config
@@ -343,7 +335,8 @@ class Recorder(Task):
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
         """Delegate to the task, with fewer samples to score."""
-        return _ShortPipeline(self.task.open_pipeline(placement), self.config.evaluation_samples, self.finish)
+        pipeline = self.task.open_pipeline(placement)
+        return cast(Pipeline, _ShortPipeline(pipeline, self.config.evaluation_samples, self.finish))
 
     def build_model(self) -> nn.Module:
         """Return the task's network, with hooks that observe it."""
@@ -515,35 +508,22 @@ for _name in vars(Task).keys() - vars(Recorder).keys():
         setattr(Recorder, _name, forwarded(_name))
 
 
-class _ShortPipeline:
+class _ShortPipeline(PassesOn):
     """A pipeline that scores only the first samples, and calls back when it is closed."""
 
     def __init__(self, pipeline: Pipeline, evaluation_samples: int, closed: Callable[[], None]) -> None:
-        self._pipeline = pipeline
-        self._limit = evaluation_samples
-        self._closed = closed
-
-    def start(self, *, training: bool, evaluation: bool) -> None:
-        self._pipeline.start(training=training, evaluation=evaluation)
-
-    def load(self, report: Progress) -> None:
-        self._pipeline.load(report)
-
-    def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
-        return self._pipeline.train_batches(geometry, first, last, world)
+        super().__init__(pipeline)
+        self._limit, self._closed = evaluation_samples, closed
 
     def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
-        for batch in self._pipeline.evaluation_batches(batch_size, world):
+        for batch in self._inner.evaluation_batches(batch_size, world):
             if not (batch.slice.ids < self._limit).any():
                 return
             broken = tuple(each for each in batch.broken if each.id < self._limit)
             yield replace(rows_of(batch, (batch.ids < self._limit).nonzero()[0].tolist()), broken=broken)
 
-    def sample_name(self, sample_id: int, *, training: bool) -> str:
-        return self._pipeline.sample_name(sample_id, training=training)
-
     def close(self) -> None:
-        self._pipeline.close()
+        self._inner.close()
         self._closed()
 
 

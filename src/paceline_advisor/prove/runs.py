@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -14,8 +15,7 @@ from paceline.plan import Plan
 from paceline.plan.batching import with_valid_ghost_size
 from paceline.recipe.layers import format_override, set_keys
 from paceline.recipe.load import load_recipe, to_tree, to_yaml
-from paceline.recipe.running import Checkpoint, Parallel, Profile, Telemetry
-from paceline.recipe.schedule import Schedule
+from paceline.recipe.running import Parallel, Profile
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
 from paceline.tasks.task import build_task
@@ -23,6 +23,8 @@ from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.subject import Options
 from paceline.trainer.train import train_recipe
 from paceline.units import Duration
+from paceline_advisor import frozen
+from paceline_advisor.apply import QUIET, with_values
 from paceline_advisor.launches import Launch, OverdueError, said
 from paceline_advisor.prove.recorder import CONFIG_VARIABLE, REFERENCE, ObservedRun, Recorder, RecorderConfig
 
@@ -44,39 +46,37 @@ def portable(recipe: Recipe) -> Recipe:
 
     Its results, steps and rates are the same.
     """
-    defaults = {key: getattr(Parallel(), key) for key in _OF_OTHER_MACHINES}
-    return replace(
-        recipe,
-        model=replace(recipe.model, compile=False),
-        data=replace(recipe.data, sampling="uniform"),
-        train=replace(recipe.train, precision="fp32", float32_matmul="auto", deterministic=False),
-        parallel=replace(recipe.parallel, device="cpu", **defaults),
-        telemetry=replace(recipe.telemetry, profile=Profile()),
-    )
+    defaults = {f"parallel.{key}": getattr(Parallel(), key) for key in _OF_OTHER_MACHINES}
+    neutral = {
+        "model.compile": False,
+        "data.sampling": "uniform",
+        "train.precision": "fp32",
+        "train.float32_matmul": "auto",
+        "train.deterministic": False,
+        "parallel.device": "cpu",
+        "telemetry.profile": Profile(),
+    }
+    return with_values(recipe, neutral | defaults)
 
 
 def without_unneeded(recipe: Recipe) -> Recipe:
     """Return the neutral recipe, without settings that a short run does not need, or that would look like errors."""
-    neutral = portable(recipe)
-    # Adapters are added after the network was made deterministic, so their dropout would remain.
-    adapters = replace(neutral.model.adapters, dropout=0.0)
-    return replace(
-        neutral,
-        model=replace(
-            neutral.model,
-            pretrained=False,
-            initialize_from=None,
-            initialize_partly=False,
-            unfreeze={},
-            freeze_after={},
-            adapters=adapters,
-        ),
-        data=replace(neutral.data, augment=replace(neutral.data.augment, repeats=1)),
-        batch=replace(neutral.batch, growth={}),
-        optimizer=replace(neutral.optimizer, clip_adaptive=None),
-        train=replace(neutral.train, until=None, nonfinite="stop"),
-        evaluate=replace(neutral.evaluate, patience=None),
-    )
+    unneeded: dict[str, Any] = {
+        "model.pretrained": False,
+        "model.initialize_from": None,
+        "model.initialize_partly": False,
+        "model.unfreeze": {},
+        "model.freeze_after": {},
+        # Adapters are added after the network was made deterministic, so their dropout would remain.
+        "model.adapters.dropout": 0.0,
+        "data.augment.repeats": 1,
+        "batch.growth": {},
+        "optimizer.clip_adaptive": None,
+        "train.until": None,
+        "train.nonfinite": "stop",
+        "evaluate.patience": None,
+    }
+    return with_values(portable(recipe), unneeded)
 
 
 def unproved_settings(recipe: Recipe) -> list[str]:
@@ -104,13 +104,21 @@ def unused(plans: Iterable[Plan]) -> dict[str, str]:
 _LIMIT_SECONDS = 900.0
 _EPOCHS = 2
 _FULL_STEPS = 2
+STEPS_PER_EPOCH = _FULL_STEPS + 1
+"""Steps of an epoch of a short run."""
+STEPS = _EPOCHS * STEPS_PER_EPOCH
+"""Steps of a short run."""
+TAIL_STEP = _FULL_STEPS
+"""The first step, from 0, that uses the rest of an epoch."""
+FULL_STEPS = (0, STEPS_PER_EPOCH)
+"""The inspected steps with a full batch: the first, and the one after the first evaluation."""
 _HELD_OUT = 37
 _MICRO_BATCHES = (4, 3, 2, 1)
 # Factor on the recipe's rate if BatchNorm is frozen: a network without norms cannot take steps of that size.
 _TINY_RATE = 1e-3
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Sizes:
     """Sizes of the short runs.
 
@@ -170,11 +178,6 @@ class Sizes:
         )
 
     @property
-    def has_single_samples(self) -> bool:
-        """Whether a micro-batch of the tail has only one sample, because there are too few samples."""
-        return self.tail < 2 * self.micro_batches
-
-    @property
     def global_batch(self) -> int:
         """Samples of a full step."""
         return self.micro_batches * self.micro_batch
@@ -183,26 +186,6 @@ class Sizes:
     def tail(self) -> int:
         """Samples of an epoch's last step."""
         return self.samples - _FULL_STEPS * self.global_batch
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps of an epoch."""
-        return _FULL_STEPS + 1
-
-    @property
-    def steps(self) -> int:
-        """Steps of a run."""
-        return _EPOCHS * self.steps_per_epoch
-
-    @property
-    def tail_step(self) -> int:
-        """The first step, from 0, that uses the rest of an epoch."""
-        return _FULL_STEPS
-
-    @property
-    def full_steps(self) -> tuple[int, ...]:
-        """The inspected steps with a full batch: the first, and the one after the first evaluation."""
-        return (0, _FULL_STEPS + 1)
 
 
 def shortened(
@@ -223,36 +206,26 @@ def shortened(
     rate = recipe.optimizer.lr * (_TINY_RATE if tiny_rate else 1.0)
     if recipe.optimizer.lr_scaling == "none":
         rate *= min(1.0, sizes.global_batch / recipe.batch.global_size)
-    reads_files = recipe.data.backend in ("auto", "pytorch")
-    evaluates = sizes.evaluation_samples > 0
     base = without_unneeded(recipe)
-    return replace(
-        base,
-        model=with_valid_ghost_size(base.model, micro_batch),
-        data=replace(base.data, workers=0 if reads_files else "auto"),
-        batch=Batch(global_size=sizes.global_batch, micro_size=micro_batch),
-        optimizer=replace(base.optimizer, lr=rate),
-        schedule=Schedule(name="constant"),
-        train=replace(base.train, duration=Duration(_EPOCHS, "epochs")),
-        evaluate=replace(
-            base.evaluate,
-            every=Duration(1, "epochs") if evaluates else None,
-            batch_size=sizes.evaluation_batch,
-            keep_examples=0,  # data kept for inspection is not part of the proof
-        ),
-        checkpoint=Checkpoint(every=None, keep_best=False),
-        parallel=replace(
-            base.parallel,
-            exact=exact,
-            logical_ranks="auto",
-            # A separate check finds and names parameters without a gradient.
-            unused_parameters="refuse" if exact else "allow",
-        ),
-        telemetry=Telemetry(log_every=Duration(1, "steps"), trackers=()),
-    )
+    short = {
+        **QUIET,
+        "model": with_valid_ghost_size(base.model, micro_batch),
+        "data.workers": 0 if recipe.data.backend in ("auto", "pytorch") else "auto",
+        "batch": Batch(global_size=sizes.global_batch, micro_size=micro_batch),
+        "optimizer.lr": rate,
+        "train.duration": Duration(_EPOCHS, "epochs"),
+        "evaluate.every": Duration(1, "epochs") if sizes.evaluation_samples else None,
+        "evaluate.batch_size": sizes.evaluation_batch,
+        "evaluate.keep_examples": 0,  # data kept for inspection is not part of the proof
+        "parallel.exact": exact,
+        "parallel.logical_ranks": "auto",
+        # A separate check finds and names parameters without a gradient.
+        "parallel.unused_parameters": "refuse" if exact else "allow",
+    }
+    return with_values(base, short)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Runner:
     """Runs one recipe in several ways.
 
@@ -277,7 +250,7 @@ class Runner:
             folder=str(folder),
             samples=self.sizes.samples,
             evaluation_samples=self.sizes.evaluation_samples,
-            kept_steps=(*self.sizes.full_steps, self.sizes.tail_step),
+            kept_steps=(*FULL_STEPS, TAIL_STEP),
             double=self.double,
         )
 

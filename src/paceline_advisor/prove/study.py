@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import rich.table
 import torch
@@ -16,26 +14,27 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.text import Text
 
+from paceline.command import Log
 from paceline.distributed.device import describe_machine
 from paceline.errors import RecipeError, TrainingError
 from paceline.pages.shown import Shown
 from paceline.plan import Plan
 from paceline.processes import can_find_descendants
-from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.recipe.load import LoadedRecipe
 from paceline.trainer.subject import Subject
 from paceline.world import World
+from paceline_advisor import Json, frozen
 from paceline_advisor.commands import Prove
 from paceline_advisor.launches import check_alone
 from paceline_advisor.prove.checks import CHECKS
-from paceline_advisor.prove.evidence import Evidence, NumericsProbe, probe_numerics
+from paceline_advisor.prove.evidence import Evidence, NumericsProbe, PlainLoop, probe_numerics
 from paceline_advisor.prove.recorder import Check, ObservedRun, named
-from paceline_advisor.prove.reference import PlainLoop
-from paceline_advisor.prove.runs import Runner, Sizes, portable, shortened, unproved_settings, unused
+from paceline_advisor.prove.runs import STEPS, Runner, Sizes, portable, shortened, unproved_settings, unused
 
 _MOST_SCORED = 500
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ProveReport:
     """Result of a proof of a recipe.
 
@@ -70,7 +69,7 @@ class ProveReport:
         """Whether no check failed."""
         return all(check.verdict != "failed" for check in self.checks)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The report as one JSON object."""
         return {"passed": self.passed, **asdict(self)}
 
@@ -102,7 +101,7 @@ class ProveReport:
         return Shown(title=f"Proof of {self.recipe}", blocks=[table, *advice, total], ok=self.passed or "")
 
 
-def prove(options: Prove, log: Callable[[str], None]) -> ProveReport:
+def prove(options: Prove, log: Log) -> ProveReport:
     """Run a recipe for a few steps in several ways, and compare them with each other and with plain PyTorch.
 
     Args:
@@ -115,7 +114,7 @@ def prove(options: Prove, log: Callable[[str], None]) -> ProveReport:
     """
     check_alone("a proof")
     start_time = time.perf_counter()
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = options.load()
     if left_out := unproved_settings(loaded.recipe):
         log(f"not covered by this proof: {', '.join(left_out)}")
     plans, sizes = _plan(loaded, options.processes)
@@ -127,7 +126,7 @@ def prove(options: Prove, log: Callable[[str], None]) -> ProveReport:
         try:
             probe = probe_numerics(runner)
         except RecipeError as error:
-            if not sizes.has_single_samples:
+            if sizes.tail >= 2 * sizes.micro_batches:  # each micro-batch has several samples
                 raise
             raise RecipeError(
                 f"with so few training samples, a micro-batch of the proof would have only one, and {error} Give "
@@ -140,7 +139,7 @@ def prove(options: Prove, log: Callable[[str], None]) -> ProveReport:
         overrides=options.overrides,
         processes=options.processes,
         numbers=probe.numbers,
-        steps=sizes.steps,
+        steps=STEPS,
         global_batch=sizes.global_batch,
         micro_batches=sizes.micro_batches,
         samples=sizes.samples,
@@ -167,9 +166,7 @@ def _plan(loaded: LoadedRecipe, processes: int) -> tuple[dict[int, Plan], Sizes]
     return plans, Sizes.of(samples, held_out, processes, all_held_out=score_all)
 
 
-def _judge(
-    runner: Runner, probe: NumericsProbe, plans: dict[int, Plan], log: Callable[[str], None]
-) -> tuple[Check, ...]:
+def _judge(runner: Runner, probe: NumericsProbe, plans: dict[int, Plan], log: Log) -> tuple[Check, ...]:
     sizes, alter = runner.sizes, probe.alter
     log("training with one batch a step")
     one_batch = runner.here("one-batch", micro_batch=sizes.global_batch, alter=alter)
@@ -181,7 +178,7 @@ def _judge(
         unchanged = runner.here("as-asked", micro_batch=sizes.micro_batch)
     for run in (one_batch, micro_batched, unchanged):
         if not run.ranks[0].steps:
-            raise TrainingError(f"the run of {sizes.steps} steps ({run.name}) did not take one: {run.trouble}")
+            raise TrainingError(f"the run of {STEPS} steps ({run.name}) did not take one: {run.trouble}")
     distributed, why_alone = _several(runner, unchanged, log)
     log("comparing")
     with contextlib.ExitStack() as stack:
@@ -207,7 +204,7 @@ def _judge(
         return tuple(check(evidence) for check in CHECKS)
 
 
-def _several(runner: Runner, unchanged: ObservedRun, log: Callable[[str], None]) -> tuple[ObservedRun | None, str]:
+def _several(runner: Runner, unchanged: ObservedRun, log: Log) -> tuple[ObservedRun | None, str]:
     """Return the distributed run, or why it is not possible."""
     count = runner.sizes.processes
     if count == 1:

@@ -6,9 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -25,16 +23,17 @@ from paceline.pages.charts import log_axis
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
 from paceline.plain_json import load_json
-from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
+from paceline_advisor import Json, as_json, frozen
+from paceline_advisor.apply import with_values
 from paceline_advisor.commands import Roofline
 from paceline_advisor.formulas.network import Tiling, aligned_sizes, alignment_bytes_multiple, best_tiling, better_sizes
 
 _OF_LAYERS = ("forward", "dgrad", "wgrad", "recompute")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class LayerBound:
     """A layer in one phase of a step.
 
@@ -106,7 +105,7 @@ _CLEARLY = 1.1
 _NARROW = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Dimension:
     """One size of a layer that the user can choose.
 
@@ -127,7 +126,7 @@ class Dimension:
     aligned: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ShapeFinding:
     """One product of a layer.
 
@@ -165,9 +164,9 @@ def shape_findings(found: StepWork, device: Device, precision_of: Callable[[Work
         precision = precision_of(work)
         has_units = device.name != "cpu" and precision in _BYTES
         tiling = None
-        if device.name != "cpu" and (product.count == 1 or min(product.n, product.m) >= _NARROW):
-            tiling = best_tiling(product.m, product.n, product.k, device.multiprocessors, product.count)
         sizes = (product.m, product.n, product.k, device.multiprocessors, product.count)
+        if device.name != "cpu" and (product.count == 1 or min(product.n, product.m) >= _NARROW):
+            tiling = best_tiling(*sizes)
         is_slow = tiling is not None and tiling.slowdown > _CLEARLY
         peak = device.peak(precision) or device.peak("fp32") or 1.0
         yield ShapeFinding(
@@ -204,7 +203,7 @@ def _dimensions(product: Product, width: int) -> Iterator[Dimension]:
 _FEW = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class LowIntensity:
     """Convolutions with few channels per group, and their cost.
 
@@ -240,7 +239,7 @@ def _product_row(found: ShapeFinding) -> tuple[str, ...]:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RooflineReport:
     """Result of the analysis; times are lower bounds for one optimizer step of one process.
 
@@ -279,9 +278,14 @@ class RooflineReport:
     top: int = 15
 
     @property
+    def peak(self) -> float:
+        """The device's FLOP per second in this precision."""
+        return self.device.peak(self.precision) or 0.0
+
+    @property
     def ridge(self) -> float:
         """FLOP per byte above which this precision's compute is the limit."""
-        return (self.device.peak(self.precision) or 0.0) / self.device.bytes_per_second
+        return self.peak / self.device.bytes_per_second
 
     @property
     def best_mfu(self) -> float:
@@ -308,11 +312,10 @@ class RooflineReport:
 
     def headline(self) -> tuple[str, ...]:
         """A step's totals, in sentences."""
-        peak, rate = self.device.peak(self.precision) or 0.0, self.device.bytes_per_second
         samples, flops = self.micro_batch, self.found.model_flops
         ceilings = (
-            f"{self.model} on {self.device.title}: {peak / 1e12:,.4g} TFLOP/s dense in {self.precision}, "
-            f"{rate / 1e9:,.4g} GB/s; ridge {self.ridge:.1f} FLOP/byte."
+            f"{self.model} on {self.device.title}: {self.peak / 1e12:,.4g} TFLOP/s dense in {self.precision}, "
+            f"{self.device.bytes_per_second / 1e9:,.4g} GB/s; ridge {self.ridge:.1f} FLOP/byte."
         )
         step = (
             f"A micro-batch of {samples} samples takes {flops / 1e9:,.4g} GFLOP of the model "
@@ -390,11 +393,10 @@ class RooflineReport:
         """Return a chart of the device's roofline, and the layers below it by their lower time bounds."""
         layers = [each for each in self.layers if each.flops and each.intensity and each.seconds]
         reached = [self.ridge, *(each.intensity for each in layers)]
-        peak, rate = self.device.peak(self.precision) or 0.0, self.device.bytes_per_second
         roof = [min(reached) / 2, self.ridge, max(reached) * 2]
-        limits = [min(peak, each * rate) / 1e12 for each in roof]
+        limits = [min(self.peak, each * self.device.bytes_per_second) / 1e12 for each in roof]
         line = {"color": "var(--muted)", "width": 1.5}
-        traces: list[dict[str, Any]] = [{"mode": "lines", "name": "roof", "x": roof, "y": limits, "line": line}]
+        traces: list[Json] = [{"mode": "lines", "name": "roof", "x": roof, "y": limits, "line": line}]
         for phase in dict.fromkeys(each.phase for each in layers):
             of_phase = [each for each in layers if each.phase == phase]
             traces.append(
@@ -434,16 +436,16 @@ class RooflineReport:
             ),
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the result as JSON values."""
-        low, device = self.low_intensity, self.device
-        return {
+        device = self.device
+        document = {
             "recipe": self.recipe,
             "model": self.model,
             "device": {
                 "name": device.name,
                 "title": device.title,
-                "peak_flops_per_second": device.peak(self.precision),
+                "peak_flops_per_second": self.peak or None,
                 "bytes_per_second": device.bytes_per_second,
                 "ridge_flop_per_byte": self.ridge,
                 "multiprocessors": device.multiprocessors,
@@ -463,12 +465,13 @@ class RooflineReport:
             "best_mfu": self.best_mfu,
             "best_fused_mfu": self.best_fused_mfu,
             "phases": self.phases(),
-            "layers": [asdict(each) for each in self.layers],
-            "shapes": [asdict(each) for each in self.shapes],
-            "low_intensity": None if low is None else asdict(low),
-            "uncounted": [asdict(each) for each in self.found.uncounted],
-            "notices": list(self.notices),
+            "layers": self.layers,
+            "shapes": self.shapes,
+            "low_intensity": self.low_intensity,
+            "uncounted": self.found.uncounted,
+            "notices": self.notices,
         }
+        return dict(as_json(document))
 
 
 _SIZE = 1536
@@ -487,8 +490,12 @@ def this_cpu() -> Device:
     cores = available_cores()
     same = (cpu_name(), cores, torch.get_num_threads(), torch.__version__)
     path = cache_folder() / "roofline" / f"{hashlib.sha256(repr(same).encode()).hexdigest()[:16]}.json"
-    found = _recall(path)
-    if found is None:
+    try:
+        stored = load_json(path.read_bytes())
+        rates = {name: float(stored["flops_per_second"][name]) for name in _TYPES}
+        rest = {"bytes_per_second": float(stored["bytes_per_second"]), "measured": str(stored["measured"])}
+        found: Json = {"flops_per_second": rates, **rest}
+    except (OSError, ValueError, KeyError, TypeError):  # not measured yet, or damaged
         flops = {}
         # A separate generator: random states do not change.
         numbers = torch.randn(2, _SIZE, _SIZE, generator=torch.Generator().manual_seed(0))
@@ -528,16 +535,6 @@ def _least_seconds(run: Callable[[], Any]) -> float:
     return min(times)
 
 
-def _recall(path: Path) -> dict[str, Any] | None:
-    try:
-        stored = load_json(path.read_bytes())
-        rates = {name: float(stored["flops_per_second"][name]) for name in _TYPES}
-        cached = {"bytes_per_second": float(stored["bytes_per_second"]), "measured": str(stored["measured"])}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return {**cached, "flops_per_second": rates}
-
-
 # With so many groups that a group's product is no wider than this, a convolution reads about as much as it computes.
 _DEPTHWISE_WIDTH = 4
 
@@ -565,11 +562,11 @@ def roofline(options: Roofline, log: Log = lambda _: None) -> RooflineReport:
     Raises:
         PacelineError: If the recipe cannot be planned there, or the network cannot run on fake tensors.
     """
-    loaded = load_recipe(options.recipe, options.overrides)  # first: measuring a CPU takes seconds
+    loaded = options.load()  # first: measuring a CPU takes seconds
     chosen = choose(options.device)
     recipe, assumed = with_placeholder_data(loaded.recipe)
     if chosen.name == "cpu":
-        recipe = replace(recipe, parallel=replace(recipe.parallel, device="cpu"))
+        recipe = with_values(recipe, {"parallel.device": "cpu"})
     machine = None if chosen.name == "cpu" else machine_with(chosen)
     with fake_step(recipe, machine=machine) as step:
         found, plan = count_step(step), step.plan

@@ -6,8 +6,8 @@ computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from paceline.trainer.fake_step import fake_step
 from paceline.trainer.network import count_parameters
 from paceline.trainer.subject import Subject
 from paceline.world import World
+from paceline_advisor import frozen
 from paceline_advisor.formulas.parallel_step import Gradient, Launches, Network, Unit
 from paceline_advisor.scaling.room import Share, of_one_process
 
@@ -38,7 +39,7 @@ _SENT_BYTES = {"none": 4, "bf16": 2, "fp16": 2}
 _TRIED = 2  # samples: BatchNorm needs more than one
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ScaledRun:
     """The network and data to be trained.
 
@@ -185,16 +186,6 @@ def _costs(network: nn.Module, found: StepWork | None) -> dict[str, float]:
         owner = answers.get(work.layer)
         if owner is not None and work.phase in ("dgrad", "wgrad"):
             costs[owner] += work.flops
-    return _with_uncalled(costs, owners)
-
-
-def _parameters(network: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Return the direct parameters of each module that has some."""
-    own = {name: list(module.parameters(recurse=False)) for name, module in network.named_modules()}
-    return {name: parameters for name, parameters in own.items() if parameters}
-
-
-def _with_uncalled(costs: Mapping[str, float], owners: Iterable[str]) -> dict[str, float]:
     behind = {name: [name] for name in costs}
     first: list[str] = []
     for name in owners:
@@ -207,6 +198,12 @@ def _with_uncalled(costs: Mapping[str, float], owners: Iterable[str]) -> dict[st
             around = around.rpartition(".")[0]
         (behind[around] if around else first).append(name)
     return {name: costs.get(name, 0.0) for name in (*first, *chain.from_iterable(behind.values()))}
+
+
+def _parameters(network: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Return the direct parameters of each module that has some."""
+    own = {name: list(module.parameters(recurse=False)) for name, module in network.named_modules()}
+    return {name: parameters for name, parameters in own.items() if parameters}
 
 
 def _gradients(network: nn.Module, costs: dict[str, float], size: int) -> tuple[Gradient, ...]:

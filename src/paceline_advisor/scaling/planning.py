@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from paceline.command import Log
 from paceline.errors import PacelineError, RecipeError
@@ -15,12 +14,10 @@ from paceline.pages.shown import Shown
 from paceline.plan.batching import usable_processes
 from paceline.plan.rates import lr_factor
 from paceline.plan.strategy import choose_automatically
-from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
-from paceline_advisor.clusters import find_cluster
+from paceline_advisor import Json, as_json, frozen
 from paceline_advisor.commands import Plan
-from paceline_advisor.scaling.here import cluster_here
-from paceline_advisor.scaling.room import Room, rooms
+from paceline_advisor.scaling.room import Room, cluster_of, rooms
 from paceline_advisor.scaling.study import MOST_HERE, Row, ScaleReport, Scaling, shown_hours
 
 LARGEST_WITHOUT_LOSS = 8192
@@ -36,13 +33,12 @@ _COLUMNS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Choice:
     """A candidate number of GPUs.
 
     Attributes:
         row: Its prediction.
-        batch: Samples of a step, at most those of the data.
         reason: Why this strategy.
         learning_rate: Learning rate to use.
         high_hours: Hours at the upper end of the predicted range.
@@ -52,7 +48,6 @@ class Choice:
     """
 
     row: Row
-    batch: int
     reason: str
     learning_rate: float
     high_hours: float
@@ -95,18 +90,17 @@ class Choice:
         """Return its line in the table."""
         found, row = self.row.prediction, self.row
         return (
-            *(found.devices, row.strategy, f"{self.batch:,}", f"{self.learning_rate:g}", f"{found.rate:,.0f}"),
+            *(found.devices, row.strategy, f"{row.batch:,}", f"{self.learning_rate:g}", f"{found.rate:,.0f}"),
             *(f"{found.efficiency:.1%}", shown_hours(row.hours), shown_hours(self.high_hours)),
             *("" if cost is None else f"${cost:,.2f}" for cost in (row.cost, self.high_cost)),
             found.limit if self.has_room else "memory: does not fit",
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the choice as JSON values."""
         room = self.room
         return {
             **self.row.to_json(),
-            "global_batch": self.batch,
             "strategy_reason": self.reason,
             "micro_batch": self.row.prediction.samples // (self.row.prediction.devices * self.row.passes),
             "fits": None if room is None else room.fits,
@@ -120,7 +114,7 @@ class Choice:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class TrainingPlan:
     """Result of the planning.
 
@@ -144,22 +138,23 @@ class TrainingPlan:
     recipe_batch: int
     recipe_lr: float
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the plan as JSON values."""
-        return {
-            "chosen": None if self.chosen is None else self.chosen.to_json(),
-            "nearest": self.nearest.to_json(),
+        document = {
+            "chosen": self.chosen,
+            "nearest": self.nearest,
             "why": self.why,
-            "faster": dict(self.faster),
-            "choices": [each.to_json() for each in self.choices],
+            "faster": self.faster,
+            "choices": self.choices,
             "recipe_global_batch": self.recipe_batch,
             "recipe_learning_rate": self.recipe_lr,
             "basis": self.report.basis,
             "is_bound": self.report.is_bound,
             "cluster": self.report.cluster.name,
-            "price_per_gpu_hour": self.report.price,
-            "notices": list(self.report.notices),
+            "price_per_gpu_hour": self.report.price_per_gpu_hour,
+            "notices": self.report.notices,
         }
+        return dict(as_json(document))
 
     def __paceline__(self) -> Shown:
         """Show every number of GPUs tried, and details of the chosen or closest one."""
@@ -173,13 +168,13 @@ class TrainingPlan:
             faster = [f"{gpus} GPUs ({why})" for gpus, why in self.faster.items()]
             remarks += [f"Faster, but not chosen: {'; '.join(faster)}."] if faster else []
         found, cluster = choice.row.prediction, self.report.cluster
-        grown = choice.batch != self.recipe_batch
+        grown = choice.row.batch != self.recipe_batch
         pairs = {
             "GPUs": f"{found.devices} on {cluster.title}; {cluster.nodes(found.devices)} node(s)"
             + f"; {self.why}" * bool(self.chosen),
             "strategy": f"{choice.row.strategy}: {choice.reason}",
             "memory": "" if choice.room is None else choice.room.why,
-            "global batch": f"{choice.batch:,}" + f" instead of the recipe's {self.recipe_batch:,}" * grown,
+            "global batch": f"{choice.row.batch:,}" + f" instead of the recipe's {self.recipe_batch:,}" * grown,
             "learning rate": f"{choice.learning_rate:g}" + f" instead of the recipe's {self.recipe_lr:g}" * grown,
             "hours": f"{shown_hours(choice.row.hours)}, at worst {shown_hours(choice.high_hours)}",
             "cost": "" if choice.row.cost is None else f"${choice.row.cost:,.2f}, at worst ${choice.high_cost:,.2f}",
@@ -206,7 +201,7 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
     Raises:
         PacelineError: If a setting is unknown, or settings are incompatible.
     """
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = options.load()
     recipe = loaded.recipe
     sizes = _sizes(recipe, options)
     scaling = Scaling(loaded, options.scale(sizes), log)
@@ -222,9 +217,9 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
             notices = (f"{title}: its devices' memory is unknown; memory was not checked",)
     except PacelineError as error:
         notices = (f"it is unknown whether a batch fits into memory: {error}",)
-    scaling.shares = {size: found[size].share if size in found else share for size, share in scaling.shares.items()}
+    scaling.shares |= {size: room.share for size, room in found.items()}
     report = scaling.report()
-    if options.budget is not None and report.price is None:
+    if options.budget is not None and report.price_per_gpu_hour is None:
         raise RecipeError(f"--budget needs a price, and {report.cluster.title} has none; give --price-per-gpu-hour.")
     choices = []
     recipe_batch = min(recipe.batch.global_size, scaling.subject.samples)
@@ -236,21 +231,20 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
             strategy, reason = room.strategy, room.why
         row = next((row for row in rows if row.strategy == strategy), rows[0])
         hours = row.hours * row.prediction.high_seconds / row.prediction.seconds
-        batch = min(row.prediction.samples, scaling.subject.samples)
-        rate, warning = _rate(batch, recipe_batch, recipe, options)
-        choice = Choice(
-            row=row,
-            batch=batch,
-            reason=reason,
-            learning_rate=rate,
-            high_hours=hours,
-            high_cost=None if row.cost is None else row.cost * hours / row.hours,
-            room=room,
-            warning=warning,
+        rate, warning = _rate(row.batch, recipe_batch, recipe, options)
+        choices.append(
+            Choice(
+                row=row,
+                reason=reason,
+                learning_rate=rate,
+                high_hours=hours,
+                high_cost=None if row.cost is None else row.cost * hours / row.hours,
+                room=room,
+                warning=warning,
+            )
         )
-        choices.append(choice)
     fitting = [each for each in choices if each.has_room and each.excess(options) <= 1]
-    timed, priced = options.deadline_hours is not None, report.price is not None
+    timed, priced = options.deadline_hours is not None, report.price_per_gpu_hour is not None
     best = min(fitting, key=lambda each: (each.high_gpu_hours * timed, each.high_hours), default=None)
     possible = [each for each in choices if each.has_room] or choices
     nearest = best or min(possible, key=lambda each: each.excess(options))
@@ -275,8 +269,7 @@ def _sizes(recipe: Recipe, options: Plan) -> tuple[int, ...]:
     Raises:
         RecipeError: If no number can share the recipe's global batch.
     """
-    on_cpu = recipe.parallel.device == "cpu"
-    cluster = cluster_here((1,), on_cpu=on_cpu) if options.cluster is None else find_cluster(options.cluster)
+    cluster = cluster_of(options.cluster, recipe, (1,))
     available = available_cores() if cluster.shares_cores else cluster.max_devices or options.most_gpus
     if cluster.shares_cores and options.cluster is None:  # the link between the processes is measured
         available = min(available, MOST_HERE)

@@ -1,33 +1,44 @@
-"""Each device's share of a step: whether it fits into memory, and a lower bound of its time.
+"""Each device's share of a step: whether it fits into memory, a lower bound of its time, and its time measured here.
 
 Memory is estimated as in ``paceline estimate``: from one fake step, its storages at any batch size, and what several
-processes add.
+processes add. This machine is a cluster of one node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from paceline.devices import Device
+from paceline.command import Log
+from paceline.devices import Device, recognise
 from paceline.distributed.device import describe_machine
-from paceline.errors import RecipeError
+from paceline.errors import LaunchError, RecipeError, TrainingError
+from paceline.machine import available_cores, cpu_name
+from paceline.metrics.intervals import Interval, mean_interval
 from paceline.models.ceilings import ceilings_of
-from paceline.plan.batching import micro_batch_size
+from paceline.plan.batching import micro_batch_size, with_valid_ghost_size
 from paceline.plan.compute import WITH_GRAPHS
 from paceline.plan.strategy import check_sharding
+from paceline.processes import ProcessGroup
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.units import format_bytes
-from paceline_advisor.clusters import Cluster
-from paceline_advisor.formulas.parallel_step import OneDevice
-from paceline_advisor.memory.job import Job
-from paceline_advisor.memory.trace import trace_steps, without_collection
+from paceline_advisor import frozen
+from paceline_advisor.apply import with_values
+from paceline_advisor.bench.interleaved import Variant, run_interleaved
+from paceline_advisor.clusters import Cluster, Link, find_cluster
+from paceline_advisor.formulas.parallel_step import SPREAD, OneDevice
+from paceline_advisor.memory.job import Job, predicted
 from paceline_advisor.roofline.study import count_step
 
 
@@ -46,9 +57,9 @@ class Share:
     passes: int
 
     @property
-    def global_batch(self) -> int:
-        """Samples of the step over all devices."""
-        return self.devices * self.micro_batch * self.passes
+    def own(self) -> int:
+        """Samples of the step on one device."""
+        return self.micro_batch * self.passes
 
 
 def shares_of(recipe: Recipe, sizes: tuple[int, ...], batch_per_device: int | None) -> dict[int, Share]:
@@ -77,12 +88,11 @@ def in_passes(share: Share, largest: int) -> Share:
     """Return the same share in passes of at most this many samples."""
     if share.micro_batch <= largest:
         return share
-    own = share.micro_batch * share.passes
-    passes = next(each for each in range(-(-own // largest), own + 1) if own % each == 0)
-    return Share(share.devices, own // passes, passes)
+    passes = next(each for each in range(-(-share.own // largest), share.own + 1) if share.own % each == 0)
+    return Share(share.devices, share.own // passes, passes)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Room:
     """What fits on a device that is one of several.
 
@@ -127,17 +137,13 @@ def rooms(
     cpu = torch.device("cpu")
     machine = machine_with(device) if device is not None else describe_machine(cpu)
     found = {}
-    with (
-        fake_step(of_one_process(recipe, shares[min(shares)]), machine=machine, scores=True) as step,
-        without_collection(),
-    ):
-        steps = trace_steps(step)
-        can_shard = recipe.parallel.strategy == "auto" and not step.task.why_not_sharded
+    with predicted(of_one_process(recipe, shares[min(shares)]), machine) as one:
+        can_shard = recipe.parallel.strategy == "auto" and not one.step.task.why_not_sharded
         for size, share in shares.items():
             memory = device.memory_bytes if device is not None else describe_machine(cpu, processes=size).memory_bytes
             if memory is None:
                 continue
-            job, strategy = Job(step, steps, machine, shards=max(size, 2)), choose(size, memory)
+            job, strategy = one.sharded_over(max(size, 2)), choose(size, memory)
             room = found[size] = _room(recipe, job, share, memory, strategy)
             if not room.fits and strategy == "ddp" and can_shard:
                 spread = _room(recipe, job, share, memory, "fsdp")
@@ -175,19 +181,21 @@ def _room(recipe: Recipe, job: Job, share: Share, memory: int, strategy: str) ->
     return room(cut, f"{why} and make the same step", fits=job.fits(cut.micro_batch, memory, sharding_strategy))
 
 
+ALONE = {"parallel.strategy": "auto", "parallel.logical_ranks": "auto", "parallel.gradient_compression": "none"}
+"""Values with which one process can train alone."""
+
+
 def of_one_process(recipe: Recipe, share: Share) -> Recipe:
     """Return the recipe for one process's part of the step; missing data are replaced by stand-ins."""
     path = recipe.data.path
     if path is not None and not Path(path).exists():
-        recipe = replace(recipe, data=replace(recipe.data, path=None))
-    recipe, _ = with_placeholder_data(recipe)
-    return replace(
-        recipe,
-        batch=Batch(global_size=share.micro_batch * share.passes, micro_size=share.micro_batch),
-        # Estimated without compilation: a compiled network saves fewer activations.
-        model=replace(recipe.model, compile=False),
-        parallel=replace(recipe.parallel, strategy="auto", logical_ranks="auto", gradient_compression="none"),
-    )
+        recipe = with_values(recipe, {"data.path": None})
+    values = {
+        "batch": Batch(global_size=share.own, micro_size=share.micro_batch),
+        "model.compile": False,  # estimated without compilation: a compiled network saves fewer activations
+        **ALONE,
+    }
+    return with_values(with_placeholder_data(recipe)[0], values)
 
 
 def least_steps(recipe: Recipe, shares: Mapping[int, Share], device: Device) -> dict[int, OneDevice]:
@@ -219,3 +227,146 @@ def least_steps(recipe: Recipe, shares: Mapping[int, Share], device: Device) -> 
         )
         for size, share in shares.items()
     }
+
+
+_BLOCK_SECONDS = 1.5
+# The assumed error of a measured step is at least this: a few rounds say little about it.
+_LEAST_UNCERTAINTY = 0.01
+
+
+def measure(
+    recipe: Recipe,
+    alone: Mapping[int, Share],
+    together: Mapping[int, Share],
+    threads: Mapping[int, int],
+    rounds: int,
+    log: Log,
+) -> tuple[dict[int, OneDevice], dict[int, Interval]]:
+    """Measure shares of a recipe's step, interleaved.
+
+    Args:
+        recipe: The recipe to train.
+        alone: Shares to measure on one device, by the number of devices that share the step.
+        together: Shares to measure on that many devices.
+        threads: Threads of each process, by number of processes; empty unless processes compute on cores.
+        rounds: Measurements of each variant.
+        log: Receives progress messages.
+
+    Returns:
+        By number of devices: one device's pass with each share of ``alone``, and the samples per second with each share
+        of ``together``. The latter leave out one process: the prediction starts from it, so it tests nothing.
+
+    Raises:
+        TrainingError: If a measurement failed.
+    """
+
+    def variant(share: Share, processes: int) -> Variant:
+        values = {
+            "model": with_valid_ghost_size(recipe.model, share.micro_batch),
+            "batch": Batch(global_size=share.own * processes, micro_size=share.micro_batch),
+            "parallel.threads": threads.get(share.devices, recipe.parallel.threads),
+            **(ALONE if processes == 1 else {}),
+        }
+        return Variant(recipe=with_values(recipe, values), processes=processes)
+
+    names = {size: f"1 process as one of {size}" if size > 1 else "1 process" for size in alone}
+    several = {size: f"{size} processes" for size in together if size > 1}
+    variants = {names[size]: variant(share, 1) for size, share in alone.items()}
+    variants |= {name: variant(together[size], size) for size, name in several.items()}
+    measurements = run_interleaved(variants, rounds=rounds, block_seconds=_BLOCK_SECONDS, log=log)
+    for name, each in measurements.items():
+        if not each.rounds:
+            raise TrainingError(f"{name} could not be measured: {each.trouble or 'no round was finished'}")
+    device_steps = {}
+    for size, share in alone.items():
+        seconds = measurements[names[size]].step_seconds
+        middle = statistics.median(seconds)
+        spread = statistics.stdev(seconds) / middle if len(seconds) > 2 else SPREAD
+        uncertainty = max(_LEAST_UNCERTAINTY, spread / len(seconds) ** 0.5)
+        # Means over a block vary less than single steps, but also include the machine's drift. They do not show the
+        # spread of a step, so it is assumed.
+        device_steps[size] = OneDevice(
+            seconds=middle / share.passes, samples=share.micro_batch, uncertainty=uncertainty, spread=SPREAD
+        )
+    return device_steps, {size: mean_interval(measurements[name].samples_per_second) for size, name in several.items()}
+
+
+PROBED_BYTES = 4 * 2**20
+_LIMIT_SECONDS = 180
+# PCIe 3.0 x16, at the bandwidth that collectives reach. The links between the GPUs of a machine can be found only by
+# using the GPUs.
+_UNKNOWN_LINK = Link(10e9, 6.3e-6)
+
+
+def cluster_of(name: str | None, recipe: Recipe, sizes: Sequence[int]) -> Cluster:
+    """Return the cluster of this name or file, or this machine as a cluster.
+
+    Args:
+        name: The name; None for this machine, whose GPUs do not count if the recipe does not use them.
+        recipe: The recipe.
+        sizes: Requested numbers of processes; without GPUs, the largest is the number of devices.
+
+    Raises:
+        RecipeError: If the name is unknown, or the file is malformed.
+    """
+    if name is not None:
+        return find_cluster(name)
+    gpus = 0 if recipe.parallel.device == "cpu" else torch.cuda.device_count()
+    cores, device = available_cores(), None
+    if gpus:
+        name = torch.cuda.get_device_name()
+        device, title = recognise(name), f"this machine: {gpus} x {name}"
+        source = "this machine; the link between its GPUs is assumed to be PCIe 3.0 x16"
+    else:
+        title, source = f"this machine: {cores} cores of {cpu_name()}", "this machine, measured"
+    return Cluster(
+        name="here",
+        title=title,
+        device=None if device is None else device.name,
+        devices_per_node=gpus or max(sizes),
+        within=_UNKNOWN_LINK,
+        network=_UNKNOWN_LINK,
+        cores_per_device=cores / (gpus or max(sizes)),
+        max_devices=gpus or None,
+        shares_cores=not gpus,
+        source=source,
+    )
+
+
+def is_here(device: str | None) -> bool:
+    """Whether this machine has the accelerator of this name, by its first GPU."""
+    if device is None or not torch.cuda.is_available():
+        return False
+    found = recognise(torch.cuda.get_device_name())
+    return found is not None and found.name == device
+
+
+def probe(processes: int, *, size: int = PROBED_BYTES) -> Link:
+    """Measure bandwidth and latency between processes of this machine in a ring (gloo).
+
+    Args:
+        processes: At least two.
+        size: Bytes of the larger of two messages that are timed.
+
+    Raises:
+        LaunchError: If they could not be started, or could not exchange messages within the time limit.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-link-") as folder:
+        words = [sys.executable, "-P", "-m", "paceline_advisor.scaling.link_probe", folder, str(processes), str(size)]
+        with ProcessGroup() as group:
+            for rank in range(processes):
+                errors = Path(folder) / f"errors-{rank}"
+                group.start([*words, str(rank)], name=f"process {rank}", stdout=subprocess.DEVNULL, stderr=errors)
+            ending = group.wait(_LIMIT_SECONDS, after_failure=1.0)
+        if ending.reason == "time":
+            raise LaunchError(f"{processes} processes did not exchange messages within {_LIMIT_SECONDS} s.")
+        answer = Path(folder) / "answer.json"
+        if not answer.exists():
+            cause = (
+                f"{ending.failed[0].name}: {ending.failed[0].exit_message}" if ending.failed else "there is no result"
+            )
+            raise LaunchError(f"{processes} processes could not exchange messages: {cause[-300:]}")
+        seconds = json.loads(answer.read_text())
+    small, large = seconds["small"], seconds["large"]
+    messages = 2 * (processes - 1)
+    return Link(messages * size / processes / max(large - small, 1e-9), small / messages)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import field, replace
 
 from paceline.command import Log
 from paceline.devices import find_device
@@ -16,11 +15,13 @@ from paceline.pages.charts import log_axis
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
 from paceline.plan.compute import WITH_GRAPHS
-from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.schema import Recipe
 from paceline.registry import load
 from paceline.units import format_seconds
-from paceline_advisor.clusters import Cluster, Link, find_cluster
+from paceline_advisor import Json, as_json, frozen
+from paceline_advisor.apply import with_values
+from paceline_advisor.clusters import Cluster, Link
 from paceline_advisor.commands import Scale
 from paceline_advisor.formulas.parallel_step import (
     HOST_SECONDS,
@@ -35,12 +36,20 @@ from paceline_advisor.formulas.parallel_step import (
 )
 from paceline_advisor.formulas.scaling import Fabric
 from paceline_advisor.launches import check_alone
-from paceline_advisor.scaling.here import cluster_here, is_here, measure, probe
 from paceline_advisor.scaling.network import ScaledRun, describe
-from paceline_advisor.scaling.room import Share, in_passes, least_steps, shares_of
+from paceline_advisor.scaling.room import (
+    Share,
+    cluster_of,
+    in_passes,
+    is_here,
+    least_steps,
+    measure,
+    probe,
+    shares_of,
+)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Loop:
     """What a training loop asks of its host.
 
@@ -80,13 +89,14 @@ MOST_HERE = 16
 _ROUNDS = 5
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Row:
     """The prediction for one size and strategy.
 
     Attributes:
         strategy: How the devices share the step; ``single`` for one.
         prediction: The predicted step.
+        batch: Samples of a step, at most those of the data.
         passes: Passes of each device per step.
         hours: Hours of the whole training.
         paid: Devices that are paid for: whole nodes, unless nodes are shared.
@@ -96,6 +106,7 @@ class Row:
 
     strategy: str
     prediction: Prediction
+    batch: int
     passes: int
     hours: float
     paid: int
@@ -107,13 +118,13 @@ class Row:
         """How far the predicted rate is above the measured one, relative to it."""
         return None if self.measured is None else self.prediction.rate / self.measured.middle - 1
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the row as JSON values."""
         found = self.prediction
         return {
             "devices": found.devices,
             "strategy": self.strategy,
-            "global_batch": found.samples,
+            "global_batch": self.batch,
             "accumulation_steps": self.passes,
             "samples_per_second": found.rate,
             "samples_per_second_low": found.samples / found.high_seconds,
@@ -125,12 +136,12 @@ class Row:
             "hours": self.hours,
             "paid_devices": self.paid,
             "cost": self.cost,
-            "measured_samples_per_second": None if self.measured is None else self.measured.to_json(),
+            "measured_samples_per_second": self.measured,
             "error": self.error,
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ScaleReport:
     """Result of the prediction.
 
@@ -142,7 +153,7 @@ class ScaleReport:
         precision: The precision.
         parameters: Number of the network's trained parameters.
         rows: One row per size and strategy.
-        price: Dollars per device and hour.
+        price_per_gpu_hour: Dollars, if known.
         notices: Assumptions.
     """
 
@@ -153,22 +164,12 @@ class ScaleReport:
     precision: str
     parameters: int
     rows: tuple[Row, ...]
-    price: float | None
+    price_per_gpu_hour: float | None
     notices: tuple[str, ...] = field(default_factory=tuple)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the report as JSON values."""
-        return {
-            "recipe": self.recipe,
-            "cluster": asdict(self.cluster),
-            "basis": self.basis,
-            "is_bound": self.is_bound,
-            "precision": self.precision,
-            "parameters": self.parameters,
-            "price_per_gpu_hour": self.price,
-            "rows": [row.to_json() for row in self.rows],
-            "notices": list(self.notices),
-        }
+        return dict(as_json(vars(self)))
 
     def __paceline__(self) -> Shown:
         """Show each size and strategy with its rate, range, hours and cost."""
@@ -190,7 +191,7 @@ class ScaleReport:
             found = row.prediction
             low, high = found.samples / found.high_seconds, found.samples / found.low_seconds
             cells = [
-                *(found.devices, row.strategy, f"{found.samples:,}", row.passes, _shown_rate(found.rate)),
+                *(found.devices, row.strategy, f"{row.batch:,}", row.passes, _shown_rate(found.rate)),
                 *(f"{_shown_rate(low)} – {_shown_rate(high)}", f"{found.efficiency:.1%}", shown_hours(row.hours)),
                 *("" if row.cost is None else f"${row.cost:,.2f}", found.limit),
             ]
@@ -217,7 +218,7 @@ class ScaleReport:
 
     def _chart(self, devices: str) -> Chart:
         """Return a chart of throughput by size: predicted, its range, measured, and linear scaling."""
-        traces: list[dict[str, Any]] = []
+        traces: list[Json] = []
         shared = dict.fromkeys(row.strategy for row in self.rows if row.prediction.devices > 1)
         for strategy in shared or {"single": None}:
             rows = [row for row in self.rows if row.strategy in (strategy, "single")]
@@ -265,7 +266,7 @@ def scale(options: Scale, log: Log) -> ScaleReport:
     Raises:
         PacelineError: If a setting is unknown, or settings are incompatible.
     """
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = options.load()
     report = Scaling(loaded, options, log).report()
     return replace(report, notices=(*loaded.notices, *report.notices))
 
@@ -293,11 +294,7 @@ class Scaling:
         if recipe.parallel.exact:
             raise RecipeError("parallel.exact=true is not predicted: only ddp and fsdp are; turn it off.")
         self._recipe, self._name, self._options, self._log = recipe, loaded.name, options, log
-        on_cpu = recipe.parallel.device == "cpu"
-        if options.cluster is not None:
-            self.cluster = find_cluster(options.cluster)
-        else:
-            self.cluster = cluster_here(options.sizes, on_cpu=on_cpu)
+        self.cluster = cluster_of(options.cluster, recipe, options.sizes)
         self.device = None if self.cluster.device is None else find_device(self.cluster.device)
         is_own = getattr(load("tasks", recipe.task, RecipeError), "is_own", True)
         has_bf16 = self.device is not None and self.device.peak("bf16") is not None
@@ -310,7 +307,7 @@ class Scaling:
             raise RecipeError(f"--strategy fsdp {why}; ask for ddp.")
         self._strategies = tuple(each for each in strategies if each != "fsdp") if why else strategies
         if len(self._strategies) == 1:  # measured too, whatever the recipe has
-            self._recipe = replace(recipe, parallel=replace(recipe.parallel, strategy=self._strategies[0]))
+            self._recipe = with_values(recipe, {"parallel.strategy": self._strategies[0]})
         loop, cluster = LOOPS[options.loop], self.cluster
         seconds_per_sample = loop.seconds_per_sample if self.subject.decodes else 0.0
         if options.cpu_ms_per_sample is not None:
@@ -327,7 +324,7 @@ class Scaling:
         shares, batch = shares_of(recipe, options.sizes, options.batch_per_gpu), options.one_gpu_batch
         if batch is not None:
             shares = {size: in_passes(share, batch) for size, share in shares.items()}
-        self.shares: Mapping[int, Share] = shares
+        self.shares = shares
 
     def _check(self) -> None:
         options, cluster = self._options, self.cluster
@@ -357,9 +354,7 @@ class Scaling:
         links = {}
         if self.cluster.shares_cores and options.cluster is None:
             links = {size: probe(size) for size in options.sizes if size > 1}
-        price = options.price_per_gpu_hour
-        if price is None:
-            price = self.cluster.price_per_device_hour
+        price = options.price_per_gpu_hour or self.cluster.price_per_device_hour
         rows = []
         for size, share in self.shares.items():
             for strategy in self._strategies if size > 1 else self._strategies[:1]:
@@ -384,7 +379,7 @@ class Scaling:
             precision=self.precision,
             parameters=self.subject.numbers.trained,
             rows=tuple(rows),
-            price=price,
+            price_per_gpu_hour=price,
             notices=tuple(notices),
         )
 
@@ -404,15 +399,16 @@ class Scaling:
         )
         found = predict(self.subject.network, one, fabric_of(self.cluster, size, link), host, config)
         duration, epoch = self._recipe.train.duration, self.subject.samples
+        batch = min(found.samples, epoch)
         samples = duration.value * epoch
         if duration.unit != "epochs":
-            batch = min(share.global_batch, epoch)
             samples = duration.to_steps(samples_per_epoch=epoch, global_batch_size=batch) * batch
         hours = samples / found.rate / _HOUR
         paid = size if self._options.shared_node else self.cluster.nodes(size) * self.cluster.devices_per_node
         return Row(
             strategy="single" if size == 1 else strategy,
             prediction=found,
+            batch=batch,
             passes=share.passes,
             hours=hours,
             paid=paid,

@@ -6,15 +6,14 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from paceline.command import Log
-from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import RecipeError, RunDirectoryError, TrainingError
 from paceline.metrics.intervals import Interval, time_to_event
 from paceline.pages.page import Block, Chart, Table, Text
@@ -22,12 +21,13 @@ from paceline.pages.shown import Shown
 from paceline.plain_json import load_json
 from paceline.plan.batching import micro_batch_size, with_nearest_ghost_size
 from paceline.plan.rates import lr_factor
-from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
-from paceline.recipe.running import Checkpoint
+from paceline.recipe.load import LoadedRecipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import write_text
 from paceline.trainer.subject import Subject
 from paceline.world import World
+from paceline_advisor import Json, as_json, frozen
+from paceline_advisor.apply import QUIET, with_values
 from paceline_advisor.bench.target import Target, TargetRun, one_run
 from paceline_advisor.commands import SweepBatch
 from paceline_advisor.formulas.batch_law import BatchLaw, SweepPoint, fit_batch_law, why_no_law
@@ -40,7 +40,7 @@ Rule = Literal["constant", "linear", "sqrt", "tuned"]
 _TUNED = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class SweepRun:
     """One run of a sweep.
 
@@ -82,12 +82,10 @@ def sweep_batch(options: SweepBatch, log: Log = lambda _: None) -> Swept:
         TrainingError: If the first run fails.
     """
     check_can_watch("sweep-batch")
-    loaded = load_recipe(options.recipe, options.overrides)
+    loaded = options.load()
     recipe = loaded.recipe
     if recipe.batch.growth:
         raise RecipeError("batch.growth changes the batch during a run, but a sweep compares fixed ones; leave it out.")
-    if recipe.evaluate.every is None:
-        raise RecipeError("evaluate.every=off: a run that is never evaluated reaches no target; give it an interval.")
     target = Target.parse(options.to).of(recipe)
     store = _RunStore(options, recipe, target)
     base_rate = recipe.optimizer.lr * lr_factor(recipe, recipe.batch.global_size)
@@ -139,7 +137,7 @@ def _check_plans(options: SweepBatch, recipe: Recipe, planned: Sequence[tuple[in
         PacelineError: If a run with one of the batches is impossible.
     """
     world = World(world_size=options.processes, local_world_size=options.processes)
-    machine = describe_machine(choose_device(recipe.parallel.device, world), processes=options.processes)
+    machine = Subject.open(recipe, world, "device").machine
     for batch, (lr, seed) in {batch: (lr, seed) for batch, lr, seed in planned}.items():
         try:
             trial_recipe = _recipe_of(options, recipe.without_initial_weights(), batch, lr, seed)
@@ -154,16 +152,20 @@ def _check_plans(options: SweepBatch, recipe: Recipe, planned: Sequence[tuple[in
 
 
 def _recipe_of(options: SweepBatch, recipe: Recipe, batch: int, lr: float, seed: int) -> Recipe:
-    cut = with_batch(recipe, batch, options.processes)
-    return replace(
-        cut,
-        seed=seed,
-        optimizer=replace(recipe.optimizer, lr=lr, lr_scaling="none", lr_reference_batch=None),
+    values = {
+        "seed": seed,
+        "optimizer.lr": lr,
+        "optimizer.lr_scaling": "none",
+        "optimizer.lr_reference_batch": None,
         # A run that was stopped, to be resumed later, is not a result.
-        train=replace(recipe.train, until=None, duration=options.longest or recipe.train.duration),
-        checkpoint=replace(Checkpoint(), every=None, keep_best=False),
-        telemetry=replace(recipe.telemetry, trackers=(), noise_scale=None, mlperf=False),
-    )
+        "train.until": None,
+        "train.duration": options.longest or recipe.train.duration,
+        "checkpoint": QUIET["checkpoint"],
+        "telemetry.trackers": (),
+        "telemetry.noise_scale": None,
+        "telemetry.mlperf": False,
+    }
+    return with_values(with_batch(recipe, batch, options.processes), values)
 
 
 def with_batch(recipe: Recipe, batch: int, processes: int) -> Recipe:
@@ -174,8 +176,9 @@ def with_batch(recipe: Recipe, batch: int, processes: int) -> Recipe:
     """
     micro = recipe.batch.micro_size
     # A micro-batch is at most the batch.
-    sizes = replace(recipe.batch, global_size=batch, micro_size=micro if micro == "auto" else min(micro, batch))
-    without = replace(recipe, batch=sizes, model=replace(recipe.model, ghost_batch_norm=None))
+    micro = micro if micro == "auto" else min(micro, batch)
+    sizes = {"batch.global_size": batch, "batch.micro_size": micro, "model.ghost_batch_norm": None}
+    without = with_values(recipe, sizes)
     return replace(without, model=with_nearest_ghost_size(recipe.model, micro_batch_size(without, processes)))
 
 
@@ -264,7 +267,7 @@ _STEPS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class BatchRow:
     """The cost of a batch size under a rule.
 
@@ -289,13 +292,12 @@ class BatchRow:
         """Median samples to the target; None if unknown."""
         return None if self.steps is None else self.steps.middle * self.samples_per_step
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the row as one JSON object."""
-        steps = None if self.steps is None else self.steps.to_json()
-        return {**asdict(self), "steps": steps, "samples": self.samples}
+        return {**vars(self), "samples": self.samples}
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RuleResult:
     """Results of a rule.
 
@@ -313,17 +315,17 @@ class RuleResult:
     law: BatchLaw | None
     why: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the result as one JSON object."""
         return {
             "rule": self.rule,
-            "batches": [each.to_json() for each in self.rows],
-            "law": None if self.law is None else self.law.to_json(),
+            "batches": self.rows,
+            "law": self.law,
             "why_no_law": self.why or None,
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Swept:
     """The measured runs, and what they show.
 
@@ -341,28 +343,22 @@ class Swept:
     base_rate: float
     runs: dict[tuple[int, float, int], SweepRun]
 
-    def of(self, rule: Rule, batch: int) -> dict[float, list[SweepRun]]:
-        """Return the runs of a rule with a batch, by rate."""
-        recipe = self.loaded.recipe
-        rates = rates_of(rule, batch, recipe.batch.global_size, self.base_rate)
-        seeds = range(recipe.seed, recipe.seed + self.options.seeds)
-        return {rate: [self.runs[batch, rate, seed] for seed in seeds] for rate in rates}
-
     @cached_property
     def rules(self) -> tuple[RuleResult, ...]:
         """The results of the rules, in the requested order."""
         return tuple(_of_rule(self, rule) for rule in self.options.lr_rules)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the result as one JSON object."""
-        return {
+        document = {
             "recipe": self.loaded.name,
             "target": f"{self.target.metric}={self.target.value:g}",
             "seeds": self.options.seeds,
-            "rules": [each.to_json() for each in self.rules],
+            "rules": self.rules,
             "notes": list(self.notes()),
-            "runs": [asdict(self.runs[key]) for key in sorted(self.runs)],
+            "runs": [self.runs[key] for key in sorted(self.runs)],
         }
+        return dict(as_json(document))
 
     def __paceline__(self) -> Shown:
         """Return a table for each rule, and the law as charts."""
@@ -407,10 +403,12 @@ class Swept:
 
 
 def _of_rule(swept: Swept, rule: Rule) -> RuleResult:
-    rows, points = [], []
+    rows, points, recipe = [], [], swept.loaded.recipe
+    seeds = range(recipe.seed, recipe.seed + swept.options.seeds)
     for batch in sorted(swept.options.batch_sizes):
         found = []
-        for rate, runs in swept.of(rule, batch).items():
+        for rate in rates_of(rule, batch, recipe.batch.global_size, swept.base_rate):
+            runs = [swept.runs[batch, rate, seed] for seed in seeds]
             # A failed run counts as one that has not reached the target.
             watched = [run for run in runs if run.steps > 0]
             steps, ends = [run.steps for run in watched], [run.reached for run in watched]
@@ -452,9 +450,7 @@ def knee_in_words(result: RuleResult) -> str:
 
 def sweep_charts(rules: Sequence[RuleResult]) -> tuple[Chart, Chart]:
     """Return charts of samples against steps, and of both against the batch."""
-    steps, samples, batch = (
-        dict[str, Any](title=text, type="log") for text in ("steps", "samples", "samples in a step")
-    )
+    steps, samples, batch = (Json(title=text, type="log") for text in ("steps", "samples", "samples in a step"))
     trade = Chart(
         title="Samples against steps to the target",
         traces=[trace for rule in rules for trace in _traces(rule, lambda b, s: (s, b * s))],
@@ -472,7 +468,7 @@ def sweep_charts(rules: Sequence[RuleResult]) -> tuple[Chart, Chart]:
     return trade, by_batch
 
 
-def _traces(rule: RuleResult, place: Callable[[float, float], tuple[float, float]]) -> list[dict[str, Any]]:
+def _traces(rule: RuleResult, place: Callable[[float, float], tuple[float, float]]) -> list[Json]:
     """Return the runs that reached the target, and the law; ``place`` gives x and y for a batch and its steps."""
     reached = [(each.batch, each.steps) for each in rule.points if each.reached]
     series = [("runs", "markers", reached)]

@@ -12,10 +12,9 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -41,6 +40,8 @@ from paceline.trainer.step import micro_batches
 from paceline.trainer.subject import Options, resumed_recipe
 from paceline.trainer.train import opened_run
 from paceline.trainer.warmup import FP16_SCALE, GradientProbe
+from paceline_advisor import Json, as_json, frozen
+from paceline_advisor.apply import with_values
 from paceline_advisor.commands import NoiseScale
 
 # Default number of micro-batches per step: each additional one helps less.
@@ -49,7 +50,7 @@ _PARTS = 4
 _FEW = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class NoisePoint:
     """The measurement at one set of weights.
 
@@ -63,21 +64,21 @@ class NoisePoint:
     averages: NoiseAverages
     steps: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the point as one JSON object."""
         found = self.averages.noise_scale()
         low, high = (None, None) if found is None else critical_range(found)
         return {
             "step": self.step,
             "steps_measured": self.steps,
-            "noise_scale": None if found is None else found.to_json(),
+            "noise_scale": found,
             "critical_batch": {"low": low, "high": high},
             "gradient_variance": self.averages.mean_variance,
             "gradient_square": self.averages.mean_square,
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class NoiseReport:
     """The whole result.
 
@@ -111,10 +112,9 @@ class NoiseReport:
             "linear_rate_excess": linear_rate_excess(found.middle, batch),
         }
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the result as one JSON object."""
-        facts = {key: value for key, value in vars(self).items() if key != "points"}
-        return {**facts, "points": [each.to_json() for each in self.points], "costs": self.costs()}
+        return {**as_json(vars(self)), "costs": self.costs()}
 
     def __paceline__(self) -> Shown:
         """Return the table of all points, and a chart over training."""
@@ -200,15 +200,24 @@ def measure_noise(options: NoiseScale, log: Log) -> NoiseReport:
     """
     loaded = load_recipe(options.target, options.overrides)
     # A shipped name means the recipe, whatever is here.
-    checkpoints = [] if options.target in shipped_recipes() else _checkpoints(Path(options.target))
+    directory = RunDirectory(Path(options.target))
+    store = CheckpointStore(directory.checkpoints)
+    is_run = options.target not in shipped_recipes() and directory.exists()
+    if is_run and not store.steps():
+        raise RunDirectoryError(
+            f"the run in '{options.target}' holds no checkpoint at which to measure the noise; wait for "
+            f"one, or give {directory.recipe} to measure it at fresh weights."
+        )
+    checkpoints = [(step, store.path(step)) for step in store.steps()] if is_run else []
     recipe = _into_micro_batches(loaded.recipe, read_launch(os.environ).world.world_size)
     if checkpoints:
-        recipe = resumed_recipe(recipe, Path(options.target))
-    silent = replace(
-        recipe,
-        telemetry=replace(recipe.telemetry, trackers=(), noise_scale=None, mlperf=False),
-        checkpoint=replace(Checkpoint(), every=None),
-    )
+        recipe = resumed_recipe(recipe, directory.root)
+    silent = {
+        "telemetry.trackers": (),
+        "telemetry.noise_scale": None,
+        "telemetry.mlperf": False,
+        "checkpoint": Checkpoint(every=None),
+    }
     scratch = (
         tempfile.TemporaryDirectory(prefix="paceline-noise-")
         if options.scratch is None
@@ -217,7 +226,9 @@ def measure_noise(options: NoiseScale, log: Log) -> NoiseReport:
     points = []
     with (
         scratch as folder,
-        opened_run(replace(loaded, recipe=silent, origins={}), Options(run_dir=Path(folder) / "run")) as run,
+        opened_run(
+            replace(loaded, recipe=with_values(recipe, silent), origins={}), Options(run_dir=Path(folder) / "run")
+        ) as run,
     ):
         if not isinstance(run.strategy, Replicas):
             raise RecipeError(
@@ -279,26 +290,13 @@ def _loaded(run: Run, checkpoints: Sequence[tuple[int, Path]], log: Log) -> Iter
         yield step
 
 
-def _checkpoints(target: Path) -> list[tuple[int, Path]]:
-    directory = RunDirectory(target)
-    if not directory.exists():
-        return []
-    store = CheckpointStore(directory.checkpoints)
-    if not store.steps():
-        raise RunDirectoryError(
-            f"the run in '{target}' holds no checkpoint at which to measure the noise; wait for "
-            f"one, or give {directory.recipe} to measure it at fresh weights."
-        )
-    return [(step, store.path(step)) for step in store.steps()]
-
-
 def _into_micro_batches(recipe: Recipe, processes: int) -> Recipe:
     """Return the recipe with at least two micro-batches per step, without growth; sizes that it sets are kept.
 
     Raises:
         RecipeError: If its batch cannot be split.
     """
-    recipe = replace(recipe, batch=replace(recipe.batch, growth={}))
+    recipe = with_values(recipe, {"batch.growth": {}})
     batch = recipe.batch.global_size
     open_ = recipe.batch.micro_size == "auto" and recipe.parallel.logical_ranks == "auto"
     if not open_ and fixed_logical_ranks(recipe) == 1:
@@ -316,7 +314,7 @@ def _into_micro_batches(recipe: Recipe, processes: int) -> Recipe:
     count = min(large or counts[:1], key=lambda count: abs(count - max(_PARTS, processes)))
     micro = batch // count
     model = with_nearest_ghost_size(recipe.model, micro)
-    return replace(recipe, model=model, batch=replace(recipe.batch, micro_size=micro))
+    return with_values(recipe, {"model": model, "batch.micro_size": micro})
 
 
 def _of_step(run: Run, strategy: Replicas, batches: Sequence[Batch]) -> Estimate | None:

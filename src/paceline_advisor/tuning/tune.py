@@ -12,7 +12,6 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from paceline.trainer.run_dir_checks import RunLock
 from paceline.trainer.subject import Subject
 from paceline.units import format_count
 from paceline.world import World
+from paceline_advisor import Json, frozen
 from paceline_advisor.bench.target import Target, TargetRun, train
 from paceline_advisor.commands import Tune
 from paceline_advisor.launches import check_can_watch
@@ -48,7 +48,7 @@ _FAILURES = 3
 # pruned.
 _UNPRUNED_TRIALS, _UNPRUNED_EVALUATIONS = 4, 1
 
-Search = Mapping[str, list[Any] | dict[str, Any]]
+Search = Mapping[str, list[Any] | Json]
 """By recipe key: a list of choices, or a range with ``low``, ``high`` and optionally ``log`` or ``step``."""
 
 
@@ -60,9 +60,11 @@ def tune(options: Tune, log: Log) -> TuneReport:
         TrainingError: If three trials or more have ended, and all of them failed.
     """
     check_can_watch("tune")
-    recipe = load_recipe(options.recipe, options.overrides).recipe
+    recipe = options.load().recipe
     search = read_search(options.search)
-    for key, value in ((key, value) for key, space in search.items() for value in ends_of(space)):
+    # What a key must accept: all choices, or both ends.
+    needed = {key: space if isinstance(space, list) else [space["low"], space["high"]] for key, space in search.items()}
+    for key, value in ((key, value) for key, values in needed.items() for value in values):
         try:
             load_recipe(options.recipe, [*options.overrides, as_override(key, value)])
         except RecipeError as error:
@@ -84,7 +86,7 @@ def tune(options: Tune, log: Log) -> TuneReport:
                 study.enqueue_trial(unfinished.params, user_attrs=unfinished.user_attrs)
             study.tell(unfinished.number, state=TrialState.FAIL)
         while (finished := len(_finished(study))) < options.trials:
-            if load_recipe(options.recipe, options.overrides).recipe != recipe:
+            if options.load().recipe != recipe:
                 raise RecipeError(f"{options.recipe} has changed since the search began; undo that, or search anew.")
             trial = study.ask()
             if "run" not in trial.user_attrs:
@@ -137,17 +139,12 @@ def _why_no_space(space: Any) -> str:
     return ""
 
 
-def ends_of(space: list[Any] | dict[str, Any]) -> list[Any]:
-    """Return values that a key must accept: all choices, or both ends."""
-    return space if isinstance(space, list) else [space["low"], space["high"]]
-
-
 def as_override(key: str, value: Any) -> str:
     """Format a value as ``KEY=VALUE``."""
     return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
-def _suggested(trial: optuna.Trial, key: str, space: list[Any] | dict[str, Any]) -> Any:
+def _suggested(trial: optuna.Trial, key: str, space: list[Any] | Json) -> Any:
     if isinstance(space, list):
         return trial.suggest_categorical(key, space)
     low, high, step, in_log = space["low"], space["high"], space.get("step"), bool(space.get("log"))
@@ -251,7 +248,7 @@ def _value_of(evaluation: Mapping[str, Any], target: Target) -> float:
     return worst if value is None else float(value)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class TuneReport:
     """All trials of a search.
 
@@ -273,7 +270,7 @@ class TuneReport:
         ended = [each for each in self.trials if each.value is not None and each.state == TrialState.COMPLETE]
         return sorted(ended, key=lambda each: each.value or 0.0, reverse=not self.target.less_is_better)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the result as one JSON object."""
         return {
             "recipe": self.options.recipe,

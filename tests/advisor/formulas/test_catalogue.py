@@ -40,7 +40,7 @@ def test_no_two_formulas_have_one_name() -> None:
 def test_every_row_of_the_tables_is_offered() -> None:
     text = resources.files("paceline_advisor.formulas").joinpath("published.md").read_text(encoding="utf-8")
     assert text.count("\n| `") == len(published()) > 60
-    assert {each.topic for each in published()} == {"critical_batch", "network", "scaling"}
+    assert {each.topic for each in published()} == PUBLISHED
     assert all(each.summary and each.source for each in published())
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.metrics import critical_batch as batch
 from paceline.models.roofline import utilisation
-from paceline_advisor.formulas import network, roofline, scaling
+from paceline_advisor.formulas import network, scaling
 from paceline_advisor.formulas.catalogue import published
 
 # The formulas of the tables, by name.
@@ -70,14 +70,14 @@ def test_recomputing_attention_costs_what_the_paper_says() -> None:
 def test_activation_memory_follows_the_papers_table() -> None:
     sizes = (2048, 1, 12288, 96)
     unit = 2048 * 12288
-    plain = network.layer_activation_bytes(*sizes)
+    plain = table.layer_activation_bytes(*sizes)
     assert plain == unit * (34 + 80)
-    assert network.layer_activation_bytes(*sizes, 8) == unit * (10 + 24 / 8 + 80 / 8)
-    assert network.layer_activation_bytes(*sizes, 8, sequence_parallel=True) == plain / 8
-    assert network.layer_activation_bytes(*sizes, 8, recompute="selective") == unit * 13
-    both = network.layer_activation_bytes(*sizes, 8, sequence_parallel=True, recompute="selective")
+    assert table.layer_activation_bytes(*sizes, 8) == unit * (10 + 24 / 8 + 80 / 8)
+    assert table.layer_activation_bytes(*sizes, 8, sequence_parallel=True) == plain / 8
+    assert table.layer_activation_bytes(*sizes, 8, recompute="selective") == unit * 13
+    both = table.layer_activation_bytes(*sizes, 8, sequence_parallel=True, recompute="selective")
     assert both == unit * 34 / 8
-    assert network.layer_activation_bytes(*sizes, recompute="full") == 2 * unit
+    assert table.layer_activation_bytes(*sizes, recompute="full") == 2 * unit
     assert table.activation_bytes(*sizes, 96, 8) == 96 * unit * (10 + 24 / 8 + 80 / 8)
 
 
@@ -100,9 +100,9 @@ def test_training_times_of_narayanan() -> None:
 @pytest.mark.parametrize(
     ("ours", "printed"),
     [
-        (roofline.pooling_intensity(3), 2.25),
-        (roofline.gemm_intensity(8192, 128, 8192), 124.1),
-        (roofline.ridge_point(125e12, 900e9), 138.9),
+        (table.pooling_intensity(3), 2.25),
+        (table.gemm_intensity(8192, 128, 8192), 124.1),
+        (table.ridge_point(125e12, 900e9), 138.9),
         (network.tile_overhead(256, 257), 1.5 * 256 / 257),
         (1 - network.wave_waste(98, 108), 0.907),
         (network.wave_count(network.tile_count(1793, 1793, 256, 128), 108), 2),
@@ -113,18 +113,18 @@ def test_figures_of_nvidias_guides(ours: float, printed: float) -> None:
 
 
 def test_a_depthwise_convolution_stays_below_half_its_kernels_area() -> None:
-    by_batch = [roofline.convolution_intensity(each, 128, 56, 128, 3, groups=128) for each in (1, 1024)]
+    by_batch = [table.convolution_intensity(each, 128, 56, 128, 3, groups=128) for each in (1, 1024)]
     assert by_batch[0] < by_batch[1] < 4.5
-    assert roofline.convolution_intensity(64, 128, 56, 128, 3) > 100 * by_batch[1] / 2
+    assert table.convolution_intensity(64, 128, 56, 128, 3) > 100 * by_batch[1] / 2
 
 
 def test_convolutions_are_products_of_the_same_work() -> None:
     works = set()
     for phase in ("forward", "dgrad", "wgrad"):
-        works.add(math.prod(roofline.convolution_as_gemm(8, 64, 28, 128, 3, phase=phase)))
+        works.add(math.prod(table.convolution_as_gemm(8, 64, 28, 128, 3, phase=phase)))
     assert works == {8 * 28 * 28 * 128 * 64 * 9}
-    assert {math.prod(roofline.linear_as_gemm(8, 64, 10, p)) for p in ("forward", "dgrad", "wgrad")} == {5120}
-    assert roofline.convolution_output_size(224, 7, 2, 3) == 112
+    assert {math.prod(table.linear_as_gemm(8, 64, 10, p)) for p in ("forward", "dgrad", "wgrad")} == {5120}
+    assert table.convolution_output_size(224, 7, 2, 3) == 112
 
 
 def test_alignment_follows_the_guide() -> None:
@@ -244,7 +244,7 @@ def test_ffcvs_rates_by_its_times(epochs: float, minutes: float, rate: float) ->
 
 
 def test_airbenchs_share_of_an_a100() -> None:
-    assert roofline.sustained_flops_per_second(0.29e15, 2.59) == pytest.approx(112e12, rel=0.001)
+    assert table.sustained_flops_per_second(0.29e15, 2.59) == pytest.approx(112e12, rel=0.001)
     assert utilisation(0.29e15, 2.59, 312e12) == pytest.approx(0.359, abs=5e-4)
 
 

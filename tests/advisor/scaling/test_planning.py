@@ -126,7 +126,7 @@ def test_what_cannot_be_is_said_with_the_nearest() -> None:
 
 def test_a_batch_is_at_most_the_data() -> None:
     plan = _plan(deadline=100.0, batch=1000, rule="linear")
-    assert {each.gpus: (each.batch, each.to_json()["global_batch"]) for each in plan.choices[:2]} == {
+    assert {each.gpus: (each.row.batch, each.to_json()["global_batch"]) for each in plan.choices[:2]} == {
         1: (1000, 1000),
         2: (1438, 1438),
     }

@@ -54,6 +54,11 @@ def test_a_bound_is_that_of_the_numbers_it_computes_in(matmul: str, peaks: str) 
     assert ("and fp32 peak of 20" in message) == (matmul == "auto")
 
 
+def test_a_batch_is_at_most_the_data() -> None:
+    report = _report("digits", SMALL, "batch.global_size=4096", throughput=1000, one_gpu_batch=64)
+    assert [row["global_batch"] for row in report.to_json()["rows"]] == [1438]
+
+
 def test_a_precision_that_a_device_lacks_bounds_nothing() -> None:
     with pytest.raises(RecipeError, match="no units for bf16"):
         _report("digits", SMALL, "train.precision=bf16", cluster="dgx-1")

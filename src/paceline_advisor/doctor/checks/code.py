@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline_advisor.doctor.behaviour import Loader
-from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, check, named
+from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, Found, check, named
 from paceline_advisor.doctor.findings import CONVNETS, CUDA_MODES, OWN, TUNING, Place
 
 
@@ -46,7 +46,7 @@ _AIDS: dict[str, dict[str, Any]] = {
     expected="1.05 to 2 times as fast on a GPU, most for small networks",
     speedup=(1.05, 2.0),
 )
-def synchronisation(subject: CheckedRun) -> CheckResult | None:
+def synchronisation(subject: CheckedRun) -> Found:
     """Values that the host reads from the device in each step."""
     on_cpu = (" On a CPU it costs little; on a GPU each one empties its queue.", (1.0, 1.02))
     return _counted(subject, "the host reads a value from the device", subject.calls.reads, *on_cpu)
@@ -59,7 +59,7 @@ def synchronisation(subject: CheckedRun) -> CheckResult | None:
     expected="1.02 to 1.5 times as fast on a GPU",
     speedup=(1.02, 1.5),
 )
-def host_tensors(subject: CheckedRun) -> CheckResult | None:
+def host_tensors(subject: CheckedRun) -> Found:
     """Tensors created on the host in each step."""
     on_cpu = (" On a CPU it costs nothing; the same code on a GPU copies, or stops.", (1.0, 1.01))
     return _counted(subject, "a tensor is created on the host", subject.calls.made, *on_cpu)
@@ -71,7 +71,7 @@ def _counted(
     counts: Counter[tuple[str, int, str]],
     why_on_cpu: str,
     on_cpu: tuple[float, float],
-) -> CheckResult | None:
+) -> Found:
     """Return how often calls were observed and where, the most frequent first; on a CPU only as a notice."""
     if not counts:
         return None
@@ -106,7 +106,7 @@ def debug_environment(subject: CheckedRun) -> Iterator[CheckResult]:
     expected="evaluation up to 1.5 times as fast, in a fraction of the memory",
     speedup=(1.0, 1.1),
 )
-def gradient_in_evaluation(subject: CheckedRun) -> CheckResult | None:
+def gradient_in_evaluation(subject: CheckedRun) -> Found:
     """Scores that keep an autograd graph."""
     if not subject.calls.has_gradient_in_evaluation:
         return None
@@ -119,7 +119,7 @@ def gradient_in_evaluation(subject: CheckedRun) -> CheckResult | None:
     expected="as much as the time that steps wait for data, up to all of it",
     speedup=(1.0, 3.0),
 )
-def no_workers(subject: CheckedRun) -> CheckResult | None:
+def no_workers(subject: CheckedRun) -> Found:
     """Samples are read by the training process, although other cores are free."""
     data, alone = subject.plan.data, [each for each in subject.loaders if each.workers == 0]
     reads_itself = data.get("backend") == "pytorch" and data.get("workers") == 0
@@ -137,7 +137,7 @@ def no_workers(subject: CheckedRun) -> CheckResult | None:
     expected="the copy of a batch, about twice as fast and during the computation",
     speedup=(1.0, 1.2),
 )
-def unpinned(subject: CheckedRun) -> CheckResult | None:
+def unpinned(subject: CheckedRun) -> Found:
     """Batches of your own loader are copied to the GPU from pageable memory."""
     found = [each for each in subject.loaders if not each.pinned]
     return _of_loaders("pin_memory=False", found) if subject.target.is_gpu else None
@@ -150,7 +150,7 @@ def unpinned(subject: CheckedRun) -> CheckResult | None:
     expected="for each epoch about 2 s where processes are spawned (macOS), under 0.1 s where forked (Linux)",
     speedup=(1.0, 1.1),
 )
-def no_persistent_workers(subject: CheckedRun) -> CheckResult | None:
+def no_persistent_workers(subject: CheckedRun) -> Found:
     """Your own loader's processes are restarted in each epoch."""
     found = [each for each in subject.loaders if each.workers > 0 and not each.persistent]
     count = found[0].workers if found else 0
@@ -165,12 +165,12 @@ def no_persistent_workers(subject: CheckedRun) -> CheckResult | None:
     keeps="training",
     expected="each sample once per epoch",
 )
-def drop_last(subject: CheckedRun) -> CheckResult | None:
+def drop_last(subject: CheckedRun) -> Found:
     """Your own loader drops samples."""
     return _of_loaders("drop_last=True", [each for each in subject.loaders if each.drops_last])
 
 
-def _of_loaders(setting: str, loaders: list[Loader], more: str = "") -> CheckResult | None:
+def _of_loaders(setting: str, loaders: list[Loader], more: str = "") -> Found:
     if not loaders:
         return None
     which = "your own DataLoader" if len(loaders) == 1 else f"{len(loaders)} of your own DataLoaders"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from paceline.references import is_ours
 from paceline_advisor.doctor.anatomy import BYTES, Layer
-from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, check, named
+from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, Found, check, named
 from paceline_advisor.doctor.findings import (
     AMP,
     CONVOLUTION,
@@ -34,7 +34,7 @@ _TILE = 64
     expected="1.5 to 3 times as fast; sums and weights stay fp32",
     speedup=(1.5, 3.0),
 )
-def precision(subject: CheckedRun) -> CheckResult | None:
+def precision(subject: CheckedRun) -> Found:
     """Matrices are multiplied in fp32, although the device has matrix units for 16 bits."""
     plan, target = subject.plan, subject.target
     faster = next((each for each in ("bf16", "fp16") if target.has(each)), None)
@@ -92,7 +92,7 @@ def _most_gained(subject: CheckedRun, faster: str) -> float:
     expected="2 to 5 times as fast",
     speedup=(2.0, 5.0),
 )
-def slow_precision(subject: CheckedRun) -> CheckResult | None:
+def slow_precision(subject: CheckedRun) -> Found:
     """bf16 on a device without units for it."""
     machine = subject.target.machine
     if subject.plan.precision != "bf16" or machine.fast_bf16:
@@ -111,7 +111,7 @@ def slow_precision(subject: CheckedRun) -> CheckResult | None:
     expected="1.05 to 1.35 times as fast on a GPU, more on a CPU",
     speedup=(1.05, 1.5),
 )
-def channels_last(subject: CheckedRun) -> CheckResult | None:
+def channels_last(subject: CheckedRun) -> Found:
     """Convolutions in channels-first memory format."""
     if subject.plan.channels_last or subject.target.kind not in ("cpu", "cuda", "xpu"):
         return None
@@ -129,7 +129,7 @@ def channels_last(subject: CheckedRun) -> CheckResult | None:
     expected="1.05 to 1.35 times as fast on a GPU, more on a CPU",
     speedup=(1.05, 1.4),
 )
-def layout_lost(subject: CheckedRun) -> CheckResult | None:
+def layout_lost(subject: CheckedRun) -> Found:
     """The batch is channels-last, and a part of the network changes its layout."""
     converted = subject.anatomy.not_channels_last
     count = len({layer.name for layer in subject.layers if layer.kind == "convolution"})
@@ -151,7 +151,7 @@ def layout_lost(subject: CheckedRun) -> CheckResult | None:
     expected="1.05 to 1.3 times as fast for convolutions",
     speedup=(1.05, 1.3),
 )
-def autotune_off(subject: CheckedRun) -> CheckResult | None:
+def autotune_off(subject: CheckedRun) -> Found:
     """cuDNN may not choose its fastest kernels."""
     recipe, states = subject.recipe, subject.calls.states
     if subject.target.kind != "cuda" or not subject.convolutional:
@@ -178,7 +178,7 @@ def autotune_off(subject: CheckedRun) -> CheckResult | None:
     expected="the optimizer's part of the step, up to several times as fast",
     speedup=(1.0, 1.2),
 )
-def unfused_optimizer(subject: CheckedRun) -> CheckResult | None:
+def unfused_optimizer(subject: CheckedRun) -> Found:
     """The optimizer updates the weights one by one."""
     options = subject.recipe.optimizer.options
     if options.get("foreach") is not False:
@@ -189,7 +189,7 @@ def unfused_optimizer(subject: CheckedRun) -> CheckResult | None:
 
 
 @check(why="The network's layers are large enough for several cores.", advice="parallel.threads=auto", keeps="rounding")
-def threads(subject: CheckedRun) -> CheckResult | None:
+def threads(subject: CheckedRun) -> Found:
     """A CPU uses fewer cores than it has."""
     plan, setting, workers = subject.plan, subject.recipe.parallel.threads, subject.plan.data.get("workers")
     cores, threads_used = subject.target.machine.cores // plan.local_world_size, plan.threads_per_process
@@ -213,7 +213,10 @@ def threads(subject: CheckedRun) -> CheckResult | None:
 
 
 def _too_small(subject: CheckedRun) -> bool:
-    return not subject.target.is_gpu and subject.flops_per_layer < _SMALL_ON_CPU
+    """Whether, on a CPU, one call of a layer computes little for a micro-batch on average."""
+    total = sum(layer.flops for layer in subject.layers) * subject.plan.micro_batch_size
+    calls = max(1, sum(layer.calls for layer in subject.layers))
+    return not subject.target.is_gpu and total / calls < _SMALL_ON_CPU
 
 
 @check(
@@ -223,7 +226,7 @@ def _too_small(subject: CheckedRun) -> bool:
     expected="up to 1.05 times as fast on a GPU: one sum fewer in each backward pass; on a CPU no gain was measured",
     speedup=(1.01, 1.05),
 )
-def bias_before_batchnorm(subject: CheckedRun) -> CheckResult | None:
+def bias_before_batchnorm(subject: CheckedRun) -> Found:
     """A bias that a following BatchNorm cancels."""
     biased = subject.anatomy.biased
     if not biased:
@@ -244,7 +247,7 @@ def bias_before_batchnorm(subject: CheckedRun) -> CheckResult | None:
     expected="predicted: up to 2 times as fast where libraries do not pad, less where they do",
     speedup=(1.1, 2.0),
 )
-def dimension_alignment(subject: CheckedRun) -> CheckResult | None:
+def dimension_alignment(subject: CheckedRun) -> Found:
     """Sizes that matrix units cannot use without padding."""
     multiples = subject.target.multiples(subject.products)
     if multiples is None:
@@ -276,7 +279,7 @@ def dimension_alignment(subject: CheckedRun) -> CheckResult | None:
     expected="2 to 10 times as fast for these layers",
     speedup=(1.5, 4.0),
 )
-def recurrent_cells(subject: CheckedRun) -> CheckResult | None:
+def recurrent_cells(subject: CheckedRun) -> Found:
     """Recurrences that are called step by step in Python."""
     cells = [layer for layer in subject.layers if layer.kind == "recurrent cell" and layer.calls > 1]
     shown = named([f"{layer.name} {layer.calls} times" for layer in cells])

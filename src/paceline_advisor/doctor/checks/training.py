@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 from functools import partial
-from typing import Any
 
 from paceline.units import format_bytes
-from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, check, named
+from paceline_advisor import Json
+from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, Found, check, named
 from paceline_advisor.doctor.findings import CONVNETS, DDP, GOYAL, KRIZHEVSKY, OWN, TUNING
 
 _LARGE_BATCH = 1024
@@ -28,7 +28,7 @@ _ADAPTIVE = ("adamw", "lamb", "adafactor", "rmsprop", "lion")
     keeps="training",
     expected="the run completes its first step",
 )
-def does_not_fit(subject: CheckedRun) -> CheckResult | None:
+def does_not_fit(subject: CheckedRun) -> Found:
     """A micro-batch that needs more memory than the device has."""
     shortage = subject.shortage
     if shortage is None:
@@ -57,7 +57,7 @@ def does_not_fit(subject: CheckedRun) -> CheckResult | None:
     expected="several processes can train, without a search in every step",
     speedup=(1.0, 1.1),
 )
-def unused_parameters(subject: CheckedRun) -> CheckResult | None:
+def unused_parameters(subject: CheckedRun) -> Found:
     """Trainable parameters that are not used in the loss."""
     unused, parameters = subject.anatomy.unused, subject.anatomy.parameters
     if not unused:
@@ -93,7 +93,7 @@ def unused_parameters(subject: CheckedRun) -> CheckResult | None:
     expected="1.0 to 1.1 times as fast with several processes",
     speedup=(1.0, 1.1),
 )
-def unused_parameter_search(subject: CheckedRun) -> CheckResult | None:
+def unused_parameter_search(subject: CheckedRun) -> Found:
     """A search for unused parameters where all are used."""
     anatomy, model = subject.anatomy, subject.recipe.model
     if subject.recipe.parallel.unused_parameters != "allow" or not anatomy.parameters or anatomy.unused:
@@ -109,7 +109,7 @@ def unused_parameter_search(subject: CheckedRun) -> CheckResult | None:
     expected="1.2 to 2 times as fast on several GPUs",
     speedup=(1.2, 2.0),
 )
-def data_parallel(subject: CheckedRun) -> CheckResult | None:
+def data_parallel(subject: CheckedRun) -> Found:
     """A network that distributes itself over devices in one process."""
     found = subject.anatomy.parallel
     names = named([name or "the network itself" for name in found])
@@ -131,7 +131,7 @@ _STEP = 3.0  # a training step's work in forward passes: its backward pass is wo
     expected="1.02 to 1.3 times as fast, most for short steps",
     speedup=(1.02, 1.3),
 )
-def log_every_step(subject: CheckedRun) -> CheckResult | None:
+def log_every_step(subject: CheckedRun) -> Found:
     """A record for every step, or for every few steps on a GPU."""
     plan, is_gpu = subject.plan, subject.target.is_gpu
     if plan.log_every_steps > (_FEW_STEPS if is_gpu else 1) or plan.total_steps < _SHORT_RUN:
@@ -151,7 +151,7 @@ def log_every_step(subject: CheckedRun) -> CheckResult | None:
     overrides={"evaluate.every": "1 epoch"},
     keeps="training",  # the best checkpoint, and early stopping, are determined at evaluations
 )
-def evaluation_often(subject: CheckedRun) -> CheckResult | None:
+def evaluation_often(subject: CheckedRun) -> Found:
     """Evaluation with at least as much work as training."""
     plan, every = subject.plan, subject.plan.evaluate_every_steps
     if every is None or plan.evaluation_samples == 0 or plan.total_steps < _SHORT_RUN:
@@ -178,7 +178,7 @@ def evaluation_often(subject: CheckedRun) -> CheckResult | None:
     overrides={"schedule.warmup": "5 epochs"},
     expected="no time; accuracy as with a small batch",
 )
-def no_warmup(subject: CheckedRun) -> CheckResult | None:
+def no_warmup(subject: CheckedRun) -> Found:
     """A large batch whose first step already uses the full learning rate."""
     largest = min(subject.plan.train_samples, max(phase.global_batch_size for phase in subject.plan.batch_phases))
     if largest < _LARGE_BATCH or subject.plan.warmup_steps > 0 or not _restarts(subject):
@@ -196,7 +196,7 @@ def _restarts(subject: CheckedRun) -> bool:
     source=f"{GOYAL}; {KRIZHEVSKY}",
     expected="no time; fewer epochs to the same accuracy",
 )
-def learning_rate_rule(subject: CheckedRun) -> CheckResult | None:
+def learning_rate_rule(subject: CheckedRun) -> Found:
     """A learning rate that does not match the batch."""
     optimizer, plan = subject.recipe.optimizer, subject.plan
     batch = min(plan.global_batch_size, plan.train_samples)
@@ -235,7 +235,7 @@ def learning_rate_rule(subject: CheckedRun) -> CheckResult | None:
     expected="one step fewer per epoch",
     speedup=(1.0, 1.02),
 )
-def ragged_tail(subject: CheckedRun) -> CheckResult | None:
+def ragged_tail(subject: CheckedRun) -> Found:
     """An epoch's last step with very few samples in each micro-batch."""
     plan = subject.plan
     for phase in plan.epochs.finished_phases(plan.total_steps) if subject.anatomy.parameters else ():
@@ -253,7 +253,7 @@ def ragged_tail(subject: CheckedRun) -> CheckResult | None:
     source=CONVNETS,
     expected="no time; fewer steps skipped",
 )
-def loss_scale(subject: CheckedRun) -> CheckResult | None:
+def loss_scale(subject: CheckedRun) -> Found:
     """fp16 where bf16 needs no loss scale, or a scale that cannot hold the gradients."""
     scaler = subject.recipe.train.grad_scaler
     if subject.plan.precision != "fp16":
@@ -285,13 +285,13 @@ _SKIPPED = 0.01
     advice="a lower optimizer.lr (paceline find-lr), a longer schedule.warmup, or optimizer.clip_norm",
     expected="a loss that falls",
 )
-def diverged(subject: CheckedRun) -> CheckResult | None:
+def diverged(subject: CheckedRun) -> Found:
     """Losses, weights or metrics that were not finite, or a loss that diverged."""
     return _incidents(subject, "nonfinite", "diverged")
 
 
 @check(why="The device is idle while it waits.", advice="data.workers=auto or more")
-def data_wait(subject: CheckedRun) -> CheckResult | None:
+def data_wait(subject: CheckedRun) -> Found:
     """Steps that waited for their batch."""
     found = [event["data_wait_fraction"] for event in _of(subject, "step") if event.get("data_wait_fraction")]
     if not found or (typical := statistics.median(found)) < _WAITS:
@@ -315,7 +315,7 @@ def data_wait(subject: CheckedRun) -> CheckResult | None:
     advice="train.precision=bf16 where the device has it, or a lower optimizer.lr, or optimizer.clip_norm",
     expected="no step lost",
 )
-def scaler_health(subject: CheckedRun) -> CheckResult | None:
+def scaler_health(subject: CheckedRun) -> Found:
     """More than 1 % of the steps skipped by fp16, or a final loss scale below 1."""
     steps = _of(subject, "step")
     scales = [event["grad_scale"] for event in steps if event.get("grad_scale")]
@@ -334,7 +334,7 @@ def scaler_health(subject: CheckedRun) -> CheckResult | None:
     expected="as fast as the median rank",
     speedup=(1.0, 1.5),
 )
-def slow_rank(subject: CheckedRun) -> CheckResult | None:
+def slow_rank(subject: CheckedRun) -> Found:
     """A process that the others waited for."""
     return _incidents(subject, "slow_rank")
 
@@ -346,16 +346,16 @@ def slow_rank(subject: CheckedRun) -> CheckResult | None:
     expected="the seconds in the records",
     speedup=(1.0, 1.2),
 )
-def recompilation(subject: CheckedRun) -> CheckResult | None:
+def recompilation(subject: CheckedRun) -> Found:
     """Graphs that were compiled again in the run."""
     return _incidents(subject, "recompile", "slow_compile")
 
 
-def _of(subject: CheckedRun, kind: str) -> list[dict[str, Any]]:
+def _of(subject: CheckedRun, kind: str) -> list[Json]:
     return [event for event in subject.run if event["event"] == kind]
 
 
-def _incidents(subject: CheckedRun, *kinds: str) -> CheckResult | None:
+def _incidents(subject: CheckedRun, *kinds: str) -> Found:
     """Return how often a run reported incidents of these kinds, and the last message; None if never."""
     found = [event for event in _of(subject, "incident") if str(event.get("incident")).startswith(kinds)]
     times = f"{len(found)} time{'s' * (len(found) > 1)}"
