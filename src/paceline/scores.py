@@ -90,9 +90,9 @@ def collect(ids: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
     collectives = current_collectives()
     mine = collectives.on_all_ranks(lambda: _on_host(ids, *values))
     parts = collectives.gather(mine)
-    shapes = {tuple(each.shape[1:] for each in part) for part in parts if len(part[0])}
+    shapes = sorted({str([list(each.shape[1:]) for each in part[1:]]) for part in parts if len(part[0])})
     if len(shapes) > 1:
-        raise DataError(f"ranks gave values of different shapes, {sorted(shapes)}: pad them to one shape.")
+        raise DataError(f"Ranks gave values of the shapes {' and '.join(shapes)} per sample: pad them to one shape.")
     filled = [part for part in parts if len(part[0])] or parts[:1]
     every = [torch.cat(each) for each in zip(*filled, strict=True)]
     first = torch.from_numpy(np.unique(every[0].numpy(), return_index=True)[1])
