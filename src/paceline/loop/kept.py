@@ -67,6 +67,7 @@ class Kept:
             module = Replica(module, device_ids=None if device.index is None else [device.index], **options)
         if isinstance(module, Replica):
             self.replicas.append(module)
+            _settle_buckets(module)
         return module
 
     def keep(self, target: Any) -> None:
@@ -158,6 +159,25 @@ def bare_module(target: Any) -> Any:
     while isinstance(target, Replica):
         target = target.module
     return getattr(target, "_orig_mod", target)
+
+
+def _settle_buckets(replica: Replica) -> None:
+    """Have a replica arrange its gradients for good: in the order of its parameters, from last to first.
+
+    It sums gradients of several ranks in an order that depends on their places in its buckets, and arranges these anew
+    after its first backward pass: a resumed run would begin with other places, and so with other bits, than it left.
+    """
+    sparse = any(getattr(each, "sparse", False) for each in replica.modules())
+    if replica.static_graph or replica.find_unused_parameters or sparse:
+        return
+    trained = [each for each in replica.parameters() if each.requires_grad]
+    replica._pre_forward()  # noqa: SLF001  # the program's forward pass would need its inputs
+    total = torch.zeros((), device=trained[0].device)
+    for each in trained:
+        total = total + each.float().sum()
+    replica._post_forward(total).backward()  # noqa: SLF001  # as above
+    for each in trained:
+        each.grad = None
 
 
 def _component(target: Any) -> Component:
