@@ -11,8 +11,8 @@ from typing import Any
 
 from paceline.errors import RecipeError
 from paceline.recipe.running import Checkpoint, Telemetry
-from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
+from paceline.recipe.training import Schedule
 from paceline.units import Duration
 
 QUIET: Mapping[str, Any] = MappingProxyType(

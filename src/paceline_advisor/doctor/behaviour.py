@@ -30,9 +30,8 @@ from torch.utils.data import DataLoader
 
 import paceline
 from paceline.data.batch import Batch, tensors_in
-from paceline.distributed.affinity import restore_affinity
-from paceline.recipe.named_code import named_code
-from paceline.recipe.schema import Recipe
+from paceline.distributed.device import restore_affinity
+from paceline.recipe.schema import Recipe, named_code
 from paceline.recipe.training import Batch as BatchSection
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.process_settings import restore_globals

@@ -28,7 +28,7 @@ from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
-from paceline.telemetry.memory import peak_private_of
+from paceline.telemetry.clock import peak_private_of
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.units import Duration, format_bytes, format_count, format_seconds
 from paceline_advisor import Json, frozen
