@@ -42,8 +42,8 @@ from paceline.world import COMMAND_VARIABLE
 if TYPE_CHECKING:
     from paceline.distributed.local_launch import Restarts
     from paceline.plan import Occasion, Plan
-    from paceline.recipe.schedule import Course
     from paceline.recipe.schema import Recipe
+    from paceline.recipe.training import Course
     from paceline.trainer.train import TrainResult
 
 _MOST_SHOWN = 5

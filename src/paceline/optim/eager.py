@@ -8,7 +8,6 @@ wrappers.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any, TypeVar
 
@@ -43,16 +42,7 @@ def eager(kind: type[_Kind]) -> type[_Kind]:
     if kind not in _made:
         body: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
         if kind.__module__.startswith("torch.optim."):
-            body["step"] = _identity(inspect.unwrap(kind.step))
+            body["step"] = torch.no_grad()(inspect.unwrap(kind.step))
         _made[kind] = type(kind.__name__, (EagerOptimizer, kind), body)
     subclass: type[_Kind] = _made[kind]
     return subclass
-
-
-def _identity(step: Any) -> Any:
-    @functools.wraps(step)
-    def with_or_without_gradients(self: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
-        with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
-            return step(self, *arguments, **named)
-
-    return with_or_without_gradients

@@ -24,9 +24,9 @@ from paceline.plain_yaml import MAX_DEPTH, PlainDumper, load_plain, load_whole, 
 from paceline.recipe import layers
 from paceline.recipe.fields import plain
 from paceline.recipe.named_code import CODE_KEYS, TRAINING_CODE_KEYS, is_stored, refuse_foreign_code
-from paceline.recipe.optimizer import CLASSIFIER
 from paceline.recipe.other_names import with_new_names
 from paceline.recipe.schema import Recipe
+from paceline.recipe.training import CLASSIFIER
 from paceline.registry import Kind, name_problem
 from paceline.storage.addresses import is_address, parse_address
 

@@ -17,14 +17,15 @@ from torch import nn
 
 from paceline.checkpoint.hub_folder import UNNAMED
 from paceline.checkpoint.weights import SavedWeights, check_scale, follows_rule, load_trained, read_weights
-from paceline.data.batch import Batch, Nested, mapped
-from paceline.data.pipeline import Pipeline, Placement
+from paceline.data.batch import Batch, Nested, Placement, mapped
+from paceline.data.pipeline import Pipeline
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.escaping import csv_cell, one_form
 from paceline.files import refuse_special_outputs
+from paceline.models.precision import Precision, set_float32_matmul
 from paceline.plan import DataFacts, compute
 from paceline.plan.build import unused_in_data
 from paceline.recipe.data import SPLIT_OFF, Data
@@ -38,7 +39,6 @@ from paceline.tasks.task import Task, build_task, check_supported, task_name
 from paceline.trainer.evaluate import Evaluator, KeepOptions
 from paceline.trainer.network import place
 from paceline.trainer.nonfinite import not_finite
-from paceline.trainer.precision import Precision, set_float32_matmul
 from paceline.trainer.process_settings import keep_freed_memory, restore_torch_settings
 from paceline.trainer.subject import find_host_limits
 from paceline.units import first_of

@@ -11,13 +11,13 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.checkpoint.state import adapt_weights, check_inventory
 from paceline.checkpoint.weights import read_weights
-from paceline.data.pipeline import Placement
+from paceline.data.batch import Placement
 from paceline.errors import CheckpointError, ModelError, PacelineError
 from paceline.models.adapters import describe_adapters
 from paceline.models.build import parameter_count, to_memory_format
 from paceline.models.compiled import check_backend
 from paceline.models.deferred import InitialValues, NotDeferrableError, build_deferred
-from paceline.models.fp8 import fp8_layers
+from paceline.models.precision import fp8_layers
 from paceline.models.transfer import adapt, load_fitting, trained_spans, with_shared, zero_classifier
 from paceline.optim.parameter_groups import describe_groups
 from paceline.plan import NetworkFacts, ParameterNumbers, Plan

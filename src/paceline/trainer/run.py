@@ -23,15 +23,15 @@ from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, TimedPipeline, as_timed
 from paceline.data.slices import SampleIds
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.strategy import VOTE_LAG, ControlFlags, Strategy
-from paceline.distributed.watchdog import NO_SAMPLES, Heartbeat, Watchdog
+from paceline.distributed.strategy import NO_SAMPLES, VOTE_LAG, ControlFlags, Heartbeat, Strategy
+from paceline.distributed.watchdog import Watchdog
 from paceline.metrics.accumulator import Metric
 from paceline.models.compiled import CompiledNetwork
-from paceline.models.ema import ExponentialMovingAverage
+from paceline.models.precision import Precision
 from paceline.models.transfer import FreezeSchedule
-from paceline.optim.build import Clipping
-from paceline.optim.schedules import Schedules
+from paceline.optim.build import Clipping, ExponentialMovingAverage
 from paceline.plan import Occasion, Plan
+from paceline.plan.rates import Schedules
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.tasks.facts import best_metric
@@ -39,12 +39,10 @@ from paceline.tasks.own_code import RefusedBroadcast, checked_loss, naming
 from paceline.tasks.task import Task
 from paceline.telemetry.clock import StepClock
 from paceline.telemetry.display import Display
-from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.evaluate import Evaluator
-from paceline.trainer.listeners import Listener
+from paceline.trainer.listeners import Callbacks, Listener
 from paceline.trainer.mirroring import Mirroring
 from paceline.trainer.nonfinite import NonFiniteGuard
-from paceline.trainer.precision import Precision
 from paceline.trainer.process_settings import StopRequest
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.step_stats import Progress, Window
@@ -65,6 +63,7 @@ class Run:
         publisher: Publishes checkpoints: complete ones on the first rank, or this rank's shards.
         writer: The thread in which it does.
         identity: Unique identity of this run.
+        previews: What looks at the batches before the first step; each returns the stream with every batch put back.
         listeners: What follows the run without changing it.
         saved_position: Position of the newest checkpoint; -1 before the first.
         saved_name: Its directory name; empty before the first.
@@ -91,7 +90,7 @@ class Run:
     geometry: StepGeometry
     precision: Precision
     guard: NonFiniteGuard
-    freeze_schedule: FreezeSchedule
+    freeze_schedule: FreezeSchedule | None
     ema: ExponentialMovingAverage | None
     evaluator: Evaluator
     progress: Progress
@@ -108,6 +107,7 @@ class Run:
     writer: BackgroundWriter[None]
     mirroring: Mirroring | None = None
     utilisation: Utilisation | None = None
+    previews: list[Callable[[Iterator[Batch]], Iterator[Batch]]] = field(default_factory=list)
     listeners: list[Listener] = field(default_factory=list)
     saved_position: int = -1
     saved_name: str = ""
@@ -122,7 +122,8 @@ class Run:
         self.guard.begin_step()
         self.task.pop_logged_values()  # left over from before the first step, or from an evaluation
         self.heartbeat.begin_step(self.progress.position + 1)
-        self.freeze_schedule.at(self.progress.step)
+        if self.freeze_schedule is not None:
+            self.freeze_schedule.at(self.progress.step)
         for each in self.listeners:
             each.begin_step()
 

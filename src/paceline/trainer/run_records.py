@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.weights import weights_sha256
-from paceline.data.batch import Batch, BrokenSample, select_rows
+from paceline.data.batch import Batch, BrokenSample, ReadAhead, select_rows
 from paceline.errors import DataError, RunDirectoryError
 from paceline.escaping import utf8
 from paceline.metrics.answers import as_png, thumbnails
@@ -19,10 +19,9 @@ from paceline.records.events import EvaluationEvent, Status, StepEvent
 from paceline.records.ledger import count_epochs
 from paceline.records.reader import Summary
 from paceline.records.run_directory import encode_json, write_text
-from paceline.telemetry.memory import peak_memory_bytes
+from paceline.telemetry.clock import peak_memory_bytes
 from paceline.telemetry.meter import PHASES
 from paceline.trainer.evaluate import Evaluation, evaluation_mode, write_artifacts
-from paceline.trainer.forecast import ReadAhead
 from paceline.trainer.nonfinite import check_loss, divergence
 from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.recorder import find_slowest, summarize_ranks

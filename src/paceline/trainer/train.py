@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.weights import check_target
-from paceline.data.pipeline import Placement
+from paceline.data.batch import Placement, ReadAhead
 from paceline.distributed.environment import Launch, read_launch
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, TrainingError
 from paceline.models.transfer import adapt
@@ -36,7 +36,7 @@ from paceline.trainer import mirroring
 from paceline.trainer.build import build_run
 from paceline.trainer.fake_batch import with_stand_in
 from paceline.trainer.feeding import measure_feeding
-from paceline.trainer.forecast import ReadAhead, measure
+from paceline.trainer.forecast import measure
 from paceline.trainer.loop import fit
 from paceline.trainer.network import load_initial_weights
 from paceline.trainer.nonfinite import check_outcome, divergence

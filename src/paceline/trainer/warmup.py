@@ -48,7 +48,8 @@ def warm_up(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
         return batches if first is None else chain([first], batches)
     send_through(run, first)
     # Parts frozen until later stay frozen as in the step before: a change due at the first step happens in that step.
-    if run.freeze_schedule.at(max(run.progress.step - 1, 0)):
+    schedule = run.freeze_schedule
+    if schedule is not None and schedule.at(max(run.progress.step - 1, 0)):
         send_through(run, first)
     return chain([first], batches)
 

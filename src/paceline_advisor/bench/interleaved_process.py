@@ -25,9 +25,8 @@ from paceline.data.image.feeding import remembered
 from paceline.data.order import StepGeometry
 from paceline.errors import PacelineError
 from paceline.recipe.load import load_recipe
+from paceline.telemetry.clock import peak_memory_bytes
 from paceline.telemetry.display import Display
-from paceline.telemetry.memory import peak_memory_bytes
-from paceline.trainer.listeners import Preview
 from paceline.trainer.loop import fit
 from paceline.trainer.run import Run
 from paceline.trainer.step import micro_batches
@@ -233,7 +232,7 @@ def _take_turns(config: WorkerConfig, connection: Connection[Any, Any]) -> None:
             _only_data(run)
         else:
             # Batches read ahead would look free.
-            run.listeners = [each for each in run.listeners if not isinstance(each, Preview)]
+            run.previews.clear()
             fit(run)
 
 

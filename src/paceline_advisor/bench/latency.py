@@ -21,7 +21,7 @@ import torch
 
 from paceline.checkpoint.hub_folder import is_hub_folder
 from paceline.checkpoint.weights import read_weights
-from paceline.data.pipeline import Normalize, Placement
+from paceline.data.batch import Normalize, Placement
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import PacelineError, RecipeError
 from paceline.inference.predict import load_predictor

@@ -19,10 +19,10 @@ from paceline.command import Log
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.environment import read_launch
 from paceline.errors import PacelineError
+from paceline.models.precision import set_float32_matmul
 from paceline.pages.page import Block, Chart, Table, Text
 from paceline.pages.shown import Shown
 from paceline.plan.rates import lr_factor
-from paceline.trainer.precision import set_float32_matmul
 from paceline.trainer.process_settings import restore_torch_settings
 from paceline_advisor.commands import Landscape
 from paceline_advisor.formulas.network import loss_barrier

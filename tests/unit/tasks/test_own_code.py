@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.checkpoint.weights import read_weights
-from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
+from paceline.data.batch import Placement
+from paceline.data.pipeline import Pipeline, SimplePipeline
 from paceline.distributed.local_launch import report_error
 from paceline.errors import ModelError, PacelineError, RecipeError, RunDirectoryError
 from paceline.metrics.accumulator import Metric
-from paceline.models.autocast import in_float32
+from paceline.models.precision import in_float32
 from paceline.plan import DataFacts, MachineFacts
 from paceline.recipe.load import load_recipe
 from paceline.recipe.unused import all_but

@@ -13,13 +13,13 @@ import torch
 from PIL import Image
 from torch import nn
 
-from paceline.data.pipeline import Placement
+from paceline.data.batch import Placement
 from paceline.distributed.collectives import Collectives
+from paceline.models.precision import Precision
 from paceline.recipe.load import load_recipe
 from paceline.recipe.training import GradScaler
 from paceline.telemetry.display import Display
 from paceline.trainer.evaluate import Evaluator
-from paceline.trainer.precision import Precision
 from paceline.world import World
 
 Make = Callable[..., Any]

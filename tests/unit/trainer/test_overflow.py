@@ -13,9 +13,9 @@ from torch import nn
 
 from paceline.data.batch import Batch
 from paceline.errors import TrainingError
+from paceline.models.precision import Precision
 from paceline.recipe.training import GradScaler
 from paceline.report.audit import audit_run
-from paceline.trainer.precision import Precision
 
 Make = Callable[..., Any]
 

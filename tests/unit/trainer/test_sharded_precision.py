@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.models.precision import Precision
 from paceline.recipe.training import GradScaler
-from paceline.trainer.precision import Precision
 from paceline_advisor.memory.allocations import COPIES, AllocationTrace
 
 CPU = torch.device("cpu")
