@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge
 
 from paceline.command import Log, Overrides, Shape, command
-from paceline.escaping import one_line
 from paceline.pages.shown import Document, Result, Shown
+from paceline.plain_text import one_line
 from paceline.units import counted
 
 if TYPE_CHECKING:

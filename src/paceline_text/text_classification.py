@@ -17,10 +17,10 @@ from paceline.data.class_balance import SampleClasses
 from paceline.data.pipeline import Pipeline, SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline.dataset_registry import DatasetNames
-from paceline.escaping import one_form
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import absent_classes
+from paceline.plain_text import one_form
 from paceline.plan import DataFacts
 from paceline.recipe.model import Model as ModelSection
 from paceline.recipe.unused import all_but

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import DataError
 from paceline.files import refuse_special_inputs
-from paceline.plain_json import load_json
+from paceline.plain_text import load_json
 from paceline.storage.hub import model_files
 
 TokenIds = NDArray[np.int64]

@@ -1,4 +1,7 @@
-"""The optimizer of a recipe, its gradient clipping, and its settings at each step."""
+"""The optimizer of a recipe, its gradient clipping, its settings at each step, and the moving average of the weights.
+
+The average is a second, named set of weights in addition to the trained ones.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,7 @@ import torch
 from torch import nn
 
 from paceline.errors import RecipeError
-from paceline.optim.eager import eager
-from paceline.optim.embedding_optim import combine_optimizers, has_sparse_gradients
-from paceline.optim.muon import filters_and_rest
+from paceline.optim.classes import combine_optimizers, eager, filters_and_rest, has_sparse_gradients
 from paceline.optim.parameter_groups import parameter_groups
 from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES, UNSUPPORTED_OPTIMIZERS
 from paceline.plan import Plan

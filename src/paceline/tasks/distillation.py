@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights, weights_sha256
 from paceline.data.batch import Batch, Placement
 from paceline.errors import DataError, RecipeError
-from paceline.escaping import one_form
 from paceline.models.build import build_model, check_accepts, to_memory_format
 from paceline.models.precision import Autocast
+from paceline.plain_text import one_form
 from paceline.plan import DataFacts
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.schema import Recipe

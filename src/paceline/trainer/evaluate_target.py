@@ -23,15 +23,14 @@ from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError, RecipeError
-from paceline.escaping import csv_cell, one_form
 from paceline.files import refuse_special_outputs
 from paceline.models.precision import Precision, set_float32_matmul
+from paceline.plain_text import csv_cell, one_form
 from paceline.plan import DataFacts, compute
 from paceline.plan.build import unused_in_data
 from paceline.recipe.data import SPLIT_OFF, Data
 from paceline.recipe.load import Overrides, refuse_unused_overrides, set_by, stored_recipe, to_tree
-from paceline.recipe.named_code import refuse_foreign_code
-from paceline.recipe.schema import Recipe
+from paceline.recipe.schema import Recipe, refuse_foreign_code
 from paceline.records.run_directory import encode_json, write_bytes
 from paceline.references import is_reference, is_same_class
 from paceline.registry import name_of

@@ -32,7 +32,7 @@ from paceline.errors import ModelError, PacelineError
 from paceline.models.flops import next_node_number
 from paceline.models.precision import Precision
 from paceline.optim.build import Clipping, ExponentialMovingAverage, build_optimizer
-from paceline.optim.embedding_optim import has_sparse_gradients, use_dense_gradients
+from paceline.optim.classes import has_sparse_gradients, use_dense_gradients
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
 from paceline.references import is_ours

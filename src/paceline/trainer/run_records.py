@@ -13,8 +13,8 @@ import torch
 from paceline.checkpoint.weights import weights_sha256
 from paceline.data.batch import Batch, BrokenSample, ReadAhead, select_rows
 from paceline.errors import DataError, RunDirectoryError
-from paceline.escaping import utf8
 from paceline.metrics.answers import as_png, thumbnails
+from paceline.plain_text import utf8
 from paceline.records.events import EvaluationEvent, Status, StepEvent
 from paceline.records.ledger import count_epochs
 from paceline.records.reader import Summary

@@ -44,7 +44,7 @@ from paceline.errors import DataError, LaunchError, RecipeError
 from paceline.loading import loading
 from paceline.models.deferred import InitialValues, NotDeferrableError
 from paceline.models.precision import convert_to_fp8, set_float32_matmul
-from paceline.optim.embedding_optim import check_tables
+from paceline.optim.classes import check_tables
 from paceline.plan import MachineFacts, NetworkFacts, Plan, make
 from paceline.plan.compute import without_bf16
 from paceline.recipe.load import LoadedRecipe, recipe_digest
@@ -476,7 +476,7 @@ def find_host_limits(
     names = ("workers", "channels", "image_size", "evaluation_size")
     sizes = {name: data[name] for name in names if isinstance(data.get(name), int)}
     # Only this back-end has loader processes.
-    if data.get("backend") != "pytorch" or len(sizes) < len(names):
+    if data.get("backend") != "pytorch" or len(sizes) < len(names) or not sizes["workers"]:
         return Findings()
     ratio = LARGEST_RATIO if "evaluation_shapes" in data else 1
     return check_machine(

@@ -32,9 +32,8 @@ import paceline
 from paceline.data.batch import Batch, tensors_in
 from paceline.distributed.device import restore_affinity
 from paceline.recipe.data import Data
-from paceline.recipe.named_code import named_code
 from paceline.recipe.running import Checkpoint, Telemetry
-from paceline.recipe.schema import Recipe
+from paceline.recipe.schema import Recipe, named_code
 from paceline.recipe.training import Batch as BatchSection
 from paceline.recipe.training import Schedule
 from paceline.tasks.task import Task, build_task

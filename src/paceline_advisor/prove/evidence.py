@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.data.batch import Batch
 from paceline.errors import RecipeError
-from paceline.optim.embedding_optim import has_sparse_gradients
+from paceline.optim.classes import has_sparse_gradients
 from paceline.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline_advisor.prove.recorder import ObservedRun, copies_of, rows_of

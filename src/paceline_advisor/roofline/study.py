@@ -24,7 +24,7 @@ from paceline.models.flops import PHASES, Product, StepWork, Work, WorkCounter
 from paceline.pages.charts import log_axis
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
-from paceline.plain_json import load_json
+from paceline.plain_text import load_json
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with

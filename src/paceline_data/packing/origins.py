@@ -20,7 +20,7 @@ from paceline.data.image.source import FileSource, SampleSource, SubsetSource, e
 from paceline.data.image.source_kind import detect
 from paceline.dataset_registry import find_dataset
 from paceline.errors import DataError
-from paceline.escaping import utf8
+from paceline.plain_text import utf8
 from paceline.recipe.data import Data
 
 _TOLD = {"train": "training", "validation": "held-out"}  # display names of splits

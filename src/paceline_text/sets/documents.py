@@ -19,7 +19,6 @@ from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.data.tables import TableFile, choose_splits, file_problem, find_files, require_pyarrow
 from paceline.dataset_registry import StandIn, dataset, open_dataset
 from paceline.errors import DataError, did_you_mean
-from paceline.escaping import utf8
 from paceline.files import (
     SkippedItems,
     has_extension,
@@ -29,6 +28,7 @@ from paceline.files import (
     refuse_special_inputs,
     visible_entries,
 )
+from paceline.plain_text import utf8
 from paceline.recipe.data import Data, Text
 from paceline_text.corpus import (
     MANIFEST,

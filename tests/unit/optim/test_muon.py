@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.errors import ModelError, RecipeError
 from paceline.optim.build import apply_settings, build_optimizer
-from paceline.optim.muon import orthogonalised
+from paceline.optim.classes import orthogonalised
 from paceline.optim.parameter_groups import describe_groups
 from paceline.plan.rates import Settings
 from paceline.recipe.load import stored_recipe
