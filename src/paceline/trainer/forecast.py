@@ -22,7 +22,7 @@ from paceline.plan.strategy import exact_gradient_count
 from paceline.records.events import MeasurementEvent
 from paceline.telemetry.clock import peak_memory_bytes
 from paceline.trainer.evaluate import evaluation_mode
-from paceline.trainer.run import Run
+from paceline.trainer.run_views import ProbedRun
 from paceline.trainer.warmup import GradientProbe, send_through
 from paceline.units import counted, format_bytes, format_count, format_seconds
 
@@ -47,7 +47,7 @@ _TRACKER_SECONDS = 0.3
 _LONG_SECONDS = 3600.0
 
 
-def forecast(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
+def forecast(run: ProbedRun, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Report the expected time and memory of the run, and return the stream with the batches put back.
 
     Runs of fewer than 20 steps and networks sharded over processes are not measured. A resumed run uses the time of
@@ -62,7 +62,7 @@ def forecast(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     return ahead.replay()
 
 
-def _extrapolate(run: Run) -> MeasurementEvent | None:
+def _extrapolate(run: ProbedRun) -> MeasurementEvent | None:
     plan, position, totals = run.plan, run.progress.position, run.clock.totals
     end = plan.total_steps if plan.until_step is None else plan.until_step
     if (steps := end - position) < _MIN_STEPS:
@@ -84,7 +84,7 @@ def _extrapolate(run: Run) -> MeasurementEvent | None:
     )
 
 
-def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> MeasurementEvent | None:
+def measure(run: ProbedRun, ahead: ReadAhead, *, cautious: bool = False) -> MeasurementEvent | None:
     """Measure a run in its current state; None if not worthwhile or not possible.
 
     Args:

@@ -1,7 +1,7 @@
 """The parts of a run while it trains, on one process.
 
-Only the modules that drive a run use this class: loop, step, warm-up, saving and records. Components receive what they
-need.
+Only what drives a run uses this class: build, loop, step and train. The warm-up, saving and the records see what
+``trainer/run_views.py`` lists; components receive what they need.
 """
 
 from __future__ import annotations

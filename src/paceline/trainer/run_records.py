@@ -25,21 +25,21 @@ from paceline.trainer.evaluate import Evaluation, evaluation_mode, write_artifac
 from paceline.trainer.nonfinite import check_loss, divergence
 from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.recorder import find_slowest, summarize_ranks
-from paceline.trainer.run import Run
+from paceline.trainer.run_views import RecordedRun
 from paceline.units import counted
 
 # Samples of the first batch shown in the report.
 _MAX_SHOWN = 12
 
 
-def write_step(run: Run) -> None:
+def write_step(run: RecordedRun) -> None:
     """Write a step record: here the host waits for the device, which an ordinary step does not."""
     with run.clock.span("logging"):
         run.collectives.on_rank_zero(partial(run.directory.check_in_place, before_saving=False))
         _write_step(run)
 
 
-def _write_step(run: Run) -> None:
+def _write_step(run: RecordedRun) -> None:
     timings = run.clock.drain()
     recompilations = [each for network in run.compiled.values() for each in network.log.surprises()]
     # The number of avoidable recompilations is sent as the last value.
@@ -96,7 +96,7 @@ def _write_step(run: Run) -> None:
     check_loss(totals.loss, run.recorder, run.last_good)
 
 
-def write_evaluation(run: Run, evaluation: Evaluation, *, seconds: float) -> None:
+def write_evaluation(run: RecordedRun, evaluation: Evaluation, *, seconds: float) -> None:
     """Write one record for each set of weights."""
     run.collectives.on_rank_zero(partial(run.directory.check_in_place, before_saving=False))
     train_seconds = run.clock.totals.train_seconds
@@ -120,7 +120,7 @@ def write_evaluation(run: Run, evaluation: Evaluation, *, seconds: float) -> Non
     run.recorder.flush()
 
 
-def _write_artifacts(run: Run, evaluation: Evaluation) -> None:
+def _write_artifacts(run: RecordedRun, evaluation: Evaluation) -> None:
     """Write what was kept of the answers; a problem is reported once and does not end the run."""
     options = run.evaluator.keep
     if not options.weights or not run.recorder.saves_examples:
@@ -137,7 +137,7 @@ def _write_artifacts(run: Run, evaluation: Evaluation) -> None:
         run.recorder.incident("not_kept", f"examples of the evaluation are not saved: {failure}")
 
 
-def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True) -> None:
+def report_broken(run: RecordedRun, broken: list[BrokenSample], *, training: bool = True) -> None:
     """Record unreadable samples that were left out; a collective.
 
     Raises:
@@ -173,12 +173,12 @@ def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True
         raise DataError(f"{problem} {advice}")
 
 
-def digests(run: Run) -> dict[str, str]:
+def digests(run: RecordedRun) -> dict[str, str]:
     """Return a digest of each set of weights; a collective if they are sharded."""
     return {name: weights_sha256(network.state_dict()) for name, network in run.models().items()}
 
 
-def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) -> Summary:
+def summarise(run: RecordedRun, status: Status, ending: str, sha256: Mapping[str, str]) -> Summary:
     """Collect the outcome; on the first rank, once all ranks' ledgers are on the disk.
 
     Args:
@@ -233,7 +233,7 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
     )
 
 
-def keep_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
+def keep_first_batch(run: RecordedRun, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Keep the first samples of a run's very first batch for the report, and return the stream unchanged."""
     ahead = ReadAhead(batches)
     is_shown = run.recipe.telemetry.report and run.recipe.evaluate.keep_examples and not run.world.rank
@@ -250,7 +250,7 @@ def keep_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     return ahead.replay()
 
 
-def _keep_figures(run: Run) -> None:
+def _keep_figures(run: RecordedRun) -> None:
     """Keep the pictures that the task draws of the evaluated model, for the report, on the first process."""
     if run.world.rank or run.strategy.is_sharded or not run.recipe.telemetry.report:
         return

@@ -19,11 +19,11 @@ from paceline.errors import CheckpointError, TrainingError
 from paceline.records.events import CheckpointEvent, ResumeEvent
 from paceline.trainer.mirroring import sendable_records, wait_until_copied
 from paceline.trainer.nonfinite import check_loss, check_state
-from paceline.trainer.run import Run
+from paceline.trainer.run_views import SavedRun
 from paceline.trainer.step_stats import Window
 
 
-def save_checkpoint(run: Run) -> None:
+def save_checkpoint(run: SavedRun) -> None:
     """Save every component under the current step; a collective. Does nothing if this state is already saved.
 
     Training pauses for the copy to host memory; the first rank writes it while training continues.
@@ -61,7 +61,7 @@ def save_checkpoint(run: Run) -> None:
         run.display.message(news)
 
 
-def capture(run: Run, sharded: ShardedSave | None) -> Callable[[], None]:
+def capture(run: SavedRun, sharded: ShardedSave | None) -> Callable[[], None]:
     """Copy the state now, and return the function that publishes it.
 
     Args:
@@ -86,7 +86,7 @@ def capture(run: Run, sharded: ShardedSave | None) -> Callable[[], None]:
     )
 
 
-def finish_saving(run: Run) -> None:
+def finish_saving(run: SavedRun) -> None:
     """Wait for a save in progress, as long as it advances; a collective.
 
     Raises:
@@ -108,7 +108,7 @@ def finish_saving(run: Run) -> None:
         run.writer.wait()
 
 
-def _save_progress(run: Run, patience_seconds: float) -> tuple[int, int] | None:
+def _save_progress(run: SavedRun, patience_seconds: float) -> tuple[int, int] | None:
     """Return the signs of progress of a save: the bytes of all checkpoints, and the last change of the run directory.
 
     Returns:
@@ -121,7 +121,7 @@ def _save_progress(run: Run, patience_seconds: float) -> tuple[int, int] | None:
     )
 
 
-def finish_mirroring(run: Run) -> None:
+def finish_mirroring(run: SavedRun) -> None:
     """Wait for unfinished copies, as long as the recipe allows; a collective.
 
     Raises:
@@ -154,7 +154,7 @@ def finish_mirroring(run: Run) -> None:
     run.collectives.on_rank_zero(report)
 
 
-def restore(run: Run, choice: ResumePoint, *, resumes: int) -> None:
+def restore(run: SavedRun, choice: ResumePoint, *, resumes: int) -> None:
     """Restore the state of the chosen checkpoint on every rank; ``resumes`` counts the earlier resumes."""
     if choice.path is not None:
         run.components.restore(read_components(choice.path, chunks=run.components.chunks()))
