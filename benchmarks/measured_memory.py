@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.data.batch import Batch, Placement, mapped
+from paceline.data.batch import Batch, mapped
+from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
 from paceline.models.precision import Precision
 from paceline.optim.build import Clipping, ExponentialMovingAverage, build_optimizer

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import paceline
-from paceline.data.batch import Batch, Placement
-from paceline.data.pipeline import Pipeline, SimplePipeline
+from paceline.data.batch import Batch
+from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleSlice, SampleWeights
 from paceline.metrics.accumulator import Collector, Metric

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.data.batch import Batch, Placement, Progress
-from paceline.data.pipeline import SimplePipeline
+from paceline.data.batch import Batch, Progress
+from paceline.data.pipeline import Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline_recsys.dataset import ClickSource, InMemoryRows, hold_in_memory
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.checkpoint.weights import SavedWeights
-from paceline.data.batch import Batch, Placement
-from paceline.data.pipeline import Pipeline
+from paceline.data.batch import Batch
+from paceline.data.pipeline import Pipeline, Placement
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.multilabel import RankedScores, area_under_curve
 from paceline.plan import DataFacts

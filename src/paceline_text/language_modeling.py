@@ -15,8 +15,8 @@ from torch import nn
 
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.balance import SampleLengths
-from paceline.data.batch import Batch, Placement
-from paceline.data.pipeline import Pipeline
+from paceline.data.batch import Batch
+from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights
 from paceline.dataset_registry import DatasetNames
 from paceline.errors import DataError, ModelError

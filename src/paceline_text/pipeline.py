@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.data.balance import SampleLengths
-from paceline.data.batch import Placement
-from paceline.data.pipeline import SimplePipeline
+from paceline.data.pipeline import Placement, SimplePipeline
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleSlice
 from paceline_text.corpus import IGNORED_TARGET, StoredCorpus

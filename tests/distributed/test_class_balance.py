@@ -20,8 +20,8 @@ from sklearn.utils.class_weight import compute_class_weight
 
 import paceline
 from paceline.checkpoint.weights import read_weights
-from paceline.data.batch import Placement
 from paceline.data.order import epoch_order
+from paceline.data.pipeline import Placement
 from paceline.errors import RecipeError
 from paceline.recipe.load import load_recipe
 from paceline.records.ledger import LedgerWriter

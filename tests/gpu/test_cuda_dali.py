@@ -12,10 +12,11 @@ import torch
 from PIL import Image
 
 import paceline
-from paceline.data.batch import Batch, Placement
+from paceline.data.batch import Batch
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.pipeline import open_backend
 from paceline.data.order import StepGeometry
+from paceline.data.pipeline import Placement
 from paceline.recipe.data import Augment, Data
 from paceline.world import World
 from paceline_ops.dali.choice import import_problem

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from paceline.checkpoint.format import write_tensor_file
 from paceline.checkpoint.weights import read_weights
-from paceline.data.batch import Placement
 from paceline.data.order import StepGeometry
+from paceline.data.pipeline import Placement
 from paceline.errors import PacelineError
 from paceline.inference.predict import open_predictor
 from paceline.inference.trained import open_exportable

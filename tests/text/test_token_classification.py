@@ -24,8 +24,8 @@ from paceline.checkpoint.weights import read_weights
 from paceline.cli.evaluate import Evaluate
 from paceline.cli.main import run as run_command_line
 from paceline.cli.predict import Predict
-from paceline.data.batch import Placement
 from paceline.data.order import StepGeometry
+from paceline.data.pipeline import Placement
 from paceline.errors import DataError, PacelineError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import open_predictor

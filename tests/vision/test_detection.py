@@ -17,9 +17,10 @@ from PIL import Image
 from torchvision.models.detection import roi_heads, transform
 
 from paceline.cli.main import run as command
-from paceline.data.batch import Batch, Placement
+from paceline.data.batch import Batch
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.order import StepGeometry
+from paceline.data.pipeline import Placement
 from paceline.errors import ModelError, PacelineError
 from paceline.inference.predict import open_predictor
 from paceline.recipe.load import load_recipe

@@ -12,7 +12,7 @@ from measured_memory import measured_peaks
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.data.batch import Placement
+from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
 from paceline.errors import ModelError
 from paceline.recipe.load import load_recipe

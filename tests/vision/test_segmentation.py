@@ -21,7 +21,8 @@ from torch import Tensor, nn
 import paceline
 from paceline.cli.evaluate import Evaluate, _of_one
 from paceline.cli.predict import Predict
-from paceline.data.batch import Batch, Placement
+from paceline.data.batch import Batch
+from paceline.data.pipeline import Placement
 from paceline.data.slices import SampleSlice
 from paceline.errors import PacelineError
 from paceline.inference.export import ExportRequest, export

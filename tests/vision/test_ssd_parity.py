@@ -12,8 +12,9 @@ from calls import Call
 from torchvision.models import get_model
 
 import paceline
-from paceline.data.batch import Batch, Placement
+from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
+from paceline.data.pipeline import Placement
 from paceline.recipe.load import load_recipe
 from paceline.world import World
 from paceline_vision.detection.task import Detection

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights, weights_sha256
-from paceline.data.batch import Batch, Placement
+from paceline.data.batch import Batch
+from paceline.data.pipeline import Placement
 from paceline.errors import DataError, RecipeError
 from paceline.models.build import build_model, check_accepts, to_memory_format
 from paceline.models.precision import Autocast

@@ -17,8 +17,8 @@ from torch import nn
 
 from paceline.checkpoint.hub_folder import UNNAMED
 from paceline.checkpoint.weights import SavedWeights, check_scale, follows_rule, load_trained, read_weights
-from paceline.data.batch import Batch, Nested, Placement, mapped
-from paceline.data.pipeline import Pipeline
+from paceline.data.batch import Batch, Nested, mapped
+from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch

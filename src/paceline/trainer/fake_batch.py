@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.data.balance import SampleLengths
-from paceline.data.batch import Batch, Nested, Placement, mapped
+from paceline.data.batch import Batch, Nested, mapped
 from paceline.data.order import StepGeometry
+from paceline.data.pipeline import Placement
 from paceline.data.slices import SampleIds, SampleSlice, first_samples
 from paceline.dataset_registry import find_dataset, named
 from paceline.plan import Plan

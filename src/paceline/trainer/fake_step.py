@@ -26,7 +26,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.data.batch import Batch, Placement
+from paceline.data.batch import Batch
+from paceline.data.pipeline import Placement
 from paceline.devices import Device
 from paceline.errors import ModelError, PacelineError
 from paceline.models.flops import next_node_number

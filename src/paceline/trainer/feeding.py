@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from paceline.data.batch import Batch, Placement
+from paceline.data.batch import Batch
 from paceline.data.image.feeding import FeedRates, needs_measuring, remember
-from paceline.data.pipeline import Pipeline
+from paceline.data.pipeline import Pipeline, Placement
 from paceline.errors import PacelineError, TrainingError
 from paceline.machine import available_cores
 from paceline.models.precision import Precision, set_float32_matmul

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.checkpoint.state import adapt_weights, check_inventory
 from paceline.checkpoint.weights import read_weights
-from paceline.data.batch import Placement
+from paceline.data.pipeline import Placement
 from paceline.errors import CheckpointError, ModelError, PacelineError
 from paceline.models.adapters import describe_adapters
 from paceline.models.build import parameter_count, to_memory_format

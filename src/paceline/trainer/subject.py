@@ -23,9 +23,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from paceline.data.batch import Placement
 from paceline.data.image.pipeline import LARGEST_RATIO
-from paceline.data.pipeline import Pipeline
+from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.preflight import Findings, Loading, check_machine
 from paceline.distributed.collectives import ExitOnSignal, join, leave
 from paceline.distributed.device import (

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.weights import check_target
-from paceline.data.batch import Placement, ReadAhead
+from paceline.data.batch import ReadAhead
+from paceline.data.pipeline import Placement
 from paceline.distributed.environment import Launch, read_launch
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, TrainingError
 from paceline.models.transfer import adapt

@@ -21,9 +21,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.checkpoint.state import adapt_weights, check_inventory
 from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.weights import SavedWeights, read_weights
-from paceline.data.batch import Batch, Placement
+from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry, epoch_order
-from paceline.data.pipeline import Pipeline
+from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import CheckpointError, DataError, PacelineError, UnreadableError
 from paceline.metrics.accumulator import Accumulator

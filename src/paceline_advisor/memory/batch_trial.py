@@ -15,9 +15,9 @@ from itertools import islice
 
 import torch
 
-from paceline.data.batch import Batch, Placement, Progress, select_rows, tensors_in
+from paceline.data.batch import Batch, Progress, select_rows, tensors_in
 from paceline.data.order import StepGeometry, evaluation_slices
-from paceline.data.pipeline import Pipeline
+from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleSlice
 from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe

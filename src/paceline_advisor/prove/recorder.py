@@ -19,9 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paceline.checkpoint.weights import read_weights
 from paceline.data.balance import SampleLengths
-from paceline.data.batch import Batch, Placement, Progress, copied, mapped, select_rows, tensors_in
+from paceline.data.batch import Batch, Progress, copied, mapped, select_rows, tensors_in
 from paceline.data.order import StepGeometry
-from paceline.data.pipeline import Pipeline
+from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.environment import read_launch
 from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe

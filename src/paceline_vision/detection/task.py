@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from paceline.checkpoint.weights import SavedWeights
-from paceline.data.batch import Batch, Placement
+from paceline.data.batch import Batch
 from paceline.data.image.datasets import content_of_files
-from paceline.data.pipeline import Pipeline, reading_threads
+from paceline.data.pipeline import Pipeline, Placement, reading_threads
 from paceline.data.random_draws import derive_seed
 from paceline.data.slices import evenly_spaced
 from paceline.dataset_registry import open_dataset

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.weights import SavedWeights
-from paceline.data.batch import Batch, Placement
-from paceline.data.pipeline import Pipeline, SimplePipeline
+from paceline.data.batch import Batch
+from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleSlice
 from paceline.metrics.accumulator import Metric

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.batch import Batch, Placement
+from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
-from paceline.data.pipeline import SimplePipeline
+from paceline.data.pipeline import Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline.world import World
 

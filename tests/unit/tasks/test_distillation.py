@@ -12,7 +12,7 @@ import torch
 
 import paceline
 from paceline.checkpoint.weights import read_weights
-from paceline.data.batch import Placement
+from paceline.data.pipeline import Placement
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError, RunDirectoryError
 from paceline.models.small_resnet import small_resnet
 from paceline.recipe.load import load_recipe

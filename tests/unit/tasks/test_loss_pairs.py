@@ -15,8 +15,9 @@ import torch
 from tiny_text import reviews, tagged, write_lines
 
 import paceline
-from paceline.data.batch import Batch, Placement
+from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
+from paceline.data.pipeline import Placement
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree
 from paceline.tasks.facts import draws_of
 from paceline.tasks.image_classification import ImageClassification

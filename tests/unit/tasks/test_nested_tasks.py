@@ -19,8 +19,9 @@ from measured_memory import measured_peak
 
 import paceline
 from paceline.cli.main import run as run_command_line
-from paceline.data.batch import Batch, Placement, joined_along_samples, rows_of, select_rows, tensors_in
+from paceline.data.batch import Batch, joined_along_samples, rows_of, select_rows, tensors_in
 from paceline.data.order import StepGeometry
+from paceline.data.pipeline import Placement
 from paceline.errors import PacelineError
 from paceline.models.compiled import shape_of
 from paceline.pages.page import Chart, Tiles

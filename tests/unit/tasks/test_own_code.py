@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.checkpoint.weights import read_weights
-from paceline.data.batch import Placement
-from paceline.data.pipeline import Pipeline, SimplePipeline
+from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.distributed.local_launch import report_error
 from paceline.errors import ModelError, PacelineError, RecipeError, RunDirectoryError
 from paceline.metrics.accumulator import Metric

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from paceline.data.batch import Placement
+from paceline.data.pipeline import Placement
 from paceline.distributed.collectives import Collectives
 from paceline.models.precision import Precision
 from paceline.recipe.load import load_recipe

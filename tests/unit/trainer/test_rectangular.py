@@ -15,9 +15,9 @@ from PIL import Image
 from torch import nn
 
 import paceline
-from paceline.data.batch import Placement
 from paceline.data.image.decode import decode
 from paceline.data.image.transforms import evaluation_image
+from paceline.data.pipeline import Placement
 from paceline.errors import PacelineError
 from paceline.inference.predict import load_predictor
 from paceline.metrics.accumulator import Accumulator

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.batch import Placement
+from paceline.data.pipeline import Placement
 from paceline.recipe.load import load_recipe
 from paceline.tasks.facts import geometry_of
 from paceline.tasks.task import build_task
