@@ -86,13 +86,13 @@ class SweepSteps:
 
 def take_steps(
     loaded: LoadedRecipe, options: Options, sweep: Sweep, log: Callable[[str], None]
-) -> tuple[SweepSteps, Plan, str]:
+) -> tuple[SweepSteps, Plan, str | None]:
     """Train the steps of a range test; collective: every rank must call this.
 
     Every process has the same losses, and ends at the same step.
 
     Returns:
-        The steps, the plan, and the name of the signal that asked to stop, if one did.
+        The steps, the plan, and the name of the signal that asked to stop; None without one.
     """
     steps_taken = SweepSteps()
     with opened_run(loaded, options) as run:
