@@ -25,8 +25,8 @@ from torch.utils.data import DistributedSampler
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import resnet50
 
-from paceline.data.image.decode import LazyImage
-from paceline.data.image.transforms import Box, resized_part
+from paceline.data.image.decode import Box, LazyImage
+from paceline.data.image.transforms import resized_part
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.devices import DEVICES
 from paceline.models.lecture_net import lecture_net

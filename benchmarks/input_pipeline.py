@@ -108,8 +108,8 @@ def ceilings(setting: Setting) -> dict[str, float]:
     """Processor time of single steps, in milliseconds per image, on the contenders' files."""
     import torch
 
-    from paceline.data.image.decode import LazyImage, read_file
-    from paceline.data.image.transforms import Box, draw, random_resized_box, resized_part
+    from paceline.data.image.decode import Box, LazyImage, read_file
+    from paceline.data.image.transforms import draw, random_resized_box, resized_part
     from paceline.recipe.data import Augment
 
     torch.set_num_threads(1)

@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from paceline.models.precision import Precision
 from torch import Tensor, nn
 
 from paceline.data.batch import Batch, mapped
 from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
+from paceline.models.precision import Precision
 from paceline.optim.build import Clipping, ExponentialMovingAverage, build_optimizer
 from paceline.plan import Plan
 from paceline.recipe.schema import Recipe

@@ -37,12 +37,12 @@ import torch
 import torch.nn.functional as F
 from hardware import spread, write_result
 
+from paceline.data.batch import Normalize, Placement, to_device
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.source import ArraySource
 from paceline.data.image.transforms import View
 from paceline.data.loaders.memory import MemoryBackend
 from paceline.data.order import StepGeometry
-from paceline.data.pipeline import Normalize, Placement, to_device
 from paceline.machine import available_cores
 from paceline.recipe.data import Augment, Data
 from paceline.world import World

@@ -157,7 +157,9 @@ def entries(kind: str | None = None) -> list[DatasetEntry]:
     """Return the registered data sets, of one kind or of all; those of other packages once these are imported."""
     for package in _packages():
         _load(package)
-    return [each for each in _entries.values() if kind in (None, each.kind)]
+    found = [each for each in _entries.values() if kind in (None, each.kind)]
+    # Their order is that of the files, whichever of them were imported first.
+    return sorted(found, key=lambda each: getattr(each.open, "__module__", ""))
 
 
 def dataset_names(kind: str | None = None) -> tuple[str, ...]:
@@ -176,7 +178,7 @@ def named(name: str) -> list[DatasetEntry]:
     """Return the data sets of that name, of every kind; a built-in name is of one package."""
     names = (name, name.partition(":")[0] + _FAMILY)
     for package in _packages():
-        _load(package)
+        _load(package, name)
         if found := [each for each in _entries.values() if each.name in names]:
             return found
     if name not in installed("datasets"):
@@ -250,10 +252,12 @@ def _packages() -> tuple[str, ...]:
 
 
 @cache
-def _load(package: str) -> None:
+def _load(package: str, name: str = "") -> None:
+    """Import the file of a data set's name, or if there is none, all of the package."""
     try:
-        for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
-            importlib.import_module(module.name)
+        files = [each.name for each in pkgutil.iter_modules(importlib.import_module(package).__path__)]
+        for each in [name] if name in files else files:
+            importlib.import_module(f"{package}.{each}")
     except Exception as error:  # another package may fail in any way, which must not stop the others
         if is_ours(package):
             raise

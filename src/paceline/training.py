@@ -23,10 +23,8 @@ from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, 
 from paceline.records.reader import beyond_until
 from paceline.records.run_directory import RunDirectory, default_run_directory, existing_run
 from paceline.references import trusting_code
-from paceline.reports.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
 from paceline.trainer.carried import CARRIED_VARIABLE, Carried
-from paceline.trainer.first_recipe import recipe_for_data
 from paceline.trainer.listeners import Callbacks
 from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.result import TrainResult
@@ -87,10 +85,12 @@ def train(
         display=None if quiet else choose_display(sys.stdout),
         task=task,
         callbacks=Callbacks(callbacks),
-        report=report_at_the_end,
+        report=_write_report,
     )
     with trusting_code():  # training a recipe runs the code it names
         if recipe is not None and is_data(recipe):
+            from paceline.trainer.first_recipe import recipe_for_data
+
             log = (lambda line: None) if quiet else print
             recipe, overrides = recipe_for_data(str(recipe), overrides, options.run_dir, log)
         loaded = load_recipe(recipe, overrides)
@@ -100,6 +100,13 @@ def train(
         return _train_in_processes(loaded, options, processes, quiet=quiet)
     with restore_torch_settings():
         return replace(train_recipe(loaded, options), make_task=task)
+
+
+def _write_report(directory: RunDirectory) -> None:
+    # Imported only if a run writes one, and its charts with it.
+    from paceline.report.html.page import report_at_the_end
+
+    report_at_the_end(directory)
 
 
 def _train_in_processes(loaded: LoadedRecipe, options: Options, processes: int, *, quiet: bool) -> TrainResult:

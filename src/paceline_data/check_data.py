@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
-from paceline.plain_text import one_line
 
 from paceline.command import Log, Overrides, Shape, command
 from paceline.pages.shown import Document, Result, Shown
+from paceline.plain_text import one_line
 from paceline.units import counted
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from paceline.plain_text import one_form
 from torch import nn
 
 from paceline.checkpoint.weights import SavedWeights
@@ -21,6 +20,7 @@ from paceline.dataset_registry import DatasetNames
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import absent_classes
+from paceline.plain_text import one_form
 from paceline.plan import DataFacts
 from paceline.recipe.model import Model as ModelSection
 from paceline.recipe.unused import all_but

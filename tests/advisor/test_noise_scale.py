@@ -15,7 +15,7 @@ from paceline.metrics.gradient_noise import Estimate, NoiseAverages
 from paceline.pages.page import Chart, Table
 from paceline.recipe.load import load_recipe
 from paceline.telemetry.display import Display
-from paceline.trainer.run import Run
+from paceline.trainer.run_views import ProbedRun
 from paceline.trainer.train import Options, opened_run, train_recipe
 from paceline_advisor.commands import NoiseScale
 from paceline_advisor.tuning.noise_scale import NoisePoint, NoiseReport, in_words, measure_noise
@@ -23,7 +23,7 @@ from paceline_advisor.tuning.noise_scale import NoisePoint, NoiseReport, in_word
 SMALL = ("model.options.width=4", "model.options.stages=1", "batch.global_size=32", "parallel.device=cpu")
 
 
-def gradients(run: Run, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def gradients(run: ProbedRun, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """By hand: of the mean loss of some samples, flat."""
     loss = torch.nn.functional.cross_entropy(run.network(images), targets)
     found = torch.autograd.grad(loss, list(run.network.parameters()))

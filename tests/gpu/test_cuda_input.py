@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.batch import Batch
+from paceline.data.batch import Batch, Normalize, Placement, pinned, to_device
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.pipeline import open_backend
 from paceline.data.image.transforms import Mixing
 from paceline.data.loaders.memory import MemoryBackend
 from paceline.data.order import StepGeometry
-from paceline.data.pipeline import Normalize, Placement, pinned, to_device
 from paceline.recipe.data import Augment, Data, Mix
 from paceline.world import World
 

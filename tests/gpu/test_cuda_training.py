@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import paceline
+from paceline.data.batch import Normalize, Placement, to_device
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.pipeline import open_backend
 from paceline.data.order import StepGeometry
-from paceline.data.pipeline import Normalize, Placement, to_device
 from paceline.recipe.data import Data
 from paceline.world import World
 

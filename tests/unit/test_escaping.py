@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+
 from paceline.plain_text import csv_cell, one_line, printable, text_of_cell
 
 HOSTILE = {

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.data.batch import Normalize, Placement
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.order import StepGeometry
-from paceline.data.pipeline import Normalize, Placement
 from paceline.recipe.data import Augment, GeneratedBoxes
 from paceline.world import World
 from paceline_vision.detection.dataset import BoxDataset, Objects

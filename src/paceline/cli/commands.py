@@ -58,7 +58,7 @@ _CORE: dict[str, dict[str, Listed]] = {
         "models": Listed("List the networks a recipe can name.", f"{_OURS}.available:Models"),
         "explain": Listed("Explain a recipe key: values, default, effect, example.", f"{_OURS}.explain:Explain"),
         "env": Listed("Show versions, devices and what is available here.", f"{_OURS}.available:Environment"),
-        "completion": Listed("Print the completion script of a shell.", f"{_OURS}.completion:Completion"),
+        "completion": Listed("Print the completion script of a shell.", f"{_OURS}.derive:Completion"),
     },
 }
 _REFERENCES = {name: listed.reference for commands in _CORE.values() for name, listed in commands.items()}

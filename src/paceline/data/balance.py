@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.slices import SampleIds
+from paceline.data.slices import SampleIds, even_bounds
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -166,12 +166,6 @@ def _prime_factors(number: int) -> list[int]:
             number //= factor
         factor += 1
     return factors
-
-
-def even_bounds(size: int, parts: int) -> tuple[int, ...]:
-    """Return the bounds of parts of ``size`` samples, [parts + 1]: as equal as possible, larger ones first."""
-    part, larger = divmod(size, parts)
-    return tuple(rank * part + min(rank, larger) for rank in range(parts + 1))
 
 
 def padded_bounds(padded: NDArray[np.int64], parts: int) -> tuple[int, ...]:

@@ -11,32 +11,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
-import torch
-
-from paceline.data.batch import Batch, Nested, Progress, mapped, tensors_in
+from paceline.data.batch import Batch, Nested, Progress, identity, pinned, to_device
+from paceline.data.batch import Placement as Placement  # noqa: PLC0414  # your own code imports it from here
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.slices import SampleSlice
 from paceline.errors import ModelError
 from paceline.machine import available_cores
 from paceline.world import World
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Device and layout of batches.
-
-    Attributes:
-        device: The model's device.
-        channels_last: Whether images use the channels-last memory format.
-    """
-
-    device: torch.device
-    channels_last: bool = False
 
 
 class Pipeline(Protocol):
@@ -136,112 +121,6 @@ def prefetch_map(
         finally:  # before the pool is closed, which waits for everything that is not cancelled
             for each in waiting:
                 each.cancel()
-
-
-class Normalize:
-    """Normalise uint8 [N, C, H, W] to float32 ``(x / 255 - mean) / std``, as one multiplication and one addition."""
-
-    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], placement: Placement) -> None:
-        deviation = torch.tensor(std, dtype=torch.float64)
-        self._scale = (1 / (255 * deviation)).float().view(1, -1, 1, 1)
-        self._shift = (-torch.tensor(mean, dtype=torch.float64) / deviation).float().view(1, -1, 1, 1)
-        self._device = placement.device
-        self._format = torch.channels_last if placement.channels_last else torch.contiguous_format
-        self._factors: dict[torch.Size, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Normalise; the result has the placement's memory format."""
-        size = images.shape[1:]
-        if size not in self._factors:
-            self._factors[size] = (self._expand(self._scale, size), self._expand(self._shift, size))
-        scale, shift = self._factors[size]
-        return images.to(torch.float32, memory_format=self._format).mul_(scale).add_(shift)
-
-    def _expand(self, factor: torch.Tensor, size: torch.Size) -> torch.Tensor:
-        # As large as an image: broadcasting three factors along the fastest axis (channels last) would not be
-        # vectorised.
-        return factor.expand(1, *size).contiguous(memory_format=self._format).to(self._device)
-
-
-def identity(inputs: Nested) -> Nested:
-    """For :func:`to_device`: return inputs unchanged."""
-    return inputs
-
-
-def pinned(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch in pinned memory if it goes to a GPU: from pageable memory, the copy would block the host."""
-    return batch.pin_memory() if device.type == "cuda" else batch
-
-
-def to_device(
-    batches: Iterator[Batch],
-    normalize: Callable[[Nested], Nested],
-    placement: Placement,
-    finish: Callable[[Batch], Batch] | None = None,
-    moving: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Iterator[Batch]:
-    """Yield each batch on the device, normalised; one batch ahead if the device has streams.
-
-    Args:
-        batches: From a back-end.
-        normalize: Converts their inputs to the network's, such as images to floats.
-        placement: Target device and layout.
-        finish: Further processing on the device.
-        moving: Context entered while the step waits for the transfer; overlapped transfers are not included.
-    """
-
-    def move(batch: Batch) -> Batch:
-        moved = _moved(batch, normalize, placement.device)
-        return moved if finish is None else finish(moved)
-
-    def move_on_stream(batch: Batch) -> Batch:
-        with moving():
-            return move(batch)
-
-    if placement.device.type in ("cuda", "xpu"):
-        return _prefetch_one(batches, move, placement.device, moving)
-    return map(move_on_stream, batches)
-
-
-def _moved(batch: Batch, normalize: Callable[[Nested], Nested], device: torch.device) -> Batch:
-    inputs, targets = batch.inputs, batch.targets
-    if device.type != "cpu":
-        batch = pinned(batch, device)
-        both = (batch.inputs, batch.targets)
-        inputs, targets = (mapped(lambda each: each.to(device, non_blocking=True), nested) for nested in both)
-    if len(batch.ids) == 0:
-        # All samples of the micro-batch are broken: a blank one with weight zero keeps the collectives matched.
-        blank = (mapped(lambda each: each.new_zeros((1, *each.shape[1:])), nested) for nested in (inputs, targets))
-        inputs, targets = blank
-    return Batch(normalize(inputs), targets, batch.ids, batch.slice, batch.broken)
-
-
-def _prefetch_one(
-    batches: Iterator[Batch],
-    move: Callable[[Batch], Batch],
-    device: torch.device,
-    moving: Callable[[], AbstractContextManager[Any]],
-) -> Iterator[Batch]:
-    backend: Any = torch.get_device_module(device)
-    side = backend.Stream(device)
-    # The batch's source data may already be on the device, copied there on this stream.
-    side.wait_stream(backend.current_stream(device))
-
-    def fetch() -> Batch | None:
-        with backend.stream(side):
-            batch = next(batches, None)
-            return None if batch is None else move(batch)
-
-    ready = fetch()
-    while ready is not None:
-        main = backend.current_stream(device)
-        with moving():
-            main.wait_stream(side)
-        for tensor in tensors_in(ready.inputs, ready.targets):
-            # Allocated on the side stream, used on this one: the allocator must not reuse it too early.
-            tensor.record_stream(main)
-        current, ready = ready, fetch()
-        yield current
 
 
 Reader = Callable[[SampleSlice, bool], tuple[Nested, Nested] | Batch]

@@ -97,8 +97,6 @@ def check_machine(loading: Loading, shared_memory: Path = SHARED_MEMORY) -> Find
         loading: The requirements.
         shared_memory: Path of the system's shared memory.
     """
-    if loading.workers == 0:
-        return Findings()
     memory, tight = _shared_memory(loading, shared_memory)
     return Findings(memory or _descriptors(loading), tuple(each for each in (tight, _cores(loading)) if each))
 

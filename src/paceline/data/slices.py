@@ -67,3 +67,9 @@ def first_samples(count: int) -> SampleSlice:
 def evenly_spaced(samples: int, count: int) -> SampleIds:
     """Return the ids of at most ``count`` samples of a data set, evenly spaced and including the last one."""
     return np.linspace(0, max(0, samples - 1), min(count, samples)).astype(np.int64)
+
+
+def even_bounds(size: int, parts: int) -> tuple[int, ...]:
+    """Return the bounds of parts of ``size`` samples, [parts + 1]: as equal as possible, larger ones first."""
+    part, larger = divmod(size, parts)
+    return tuple(rank * part + min(rank, larger) for rank in range(parts + 1))

@@ -8,13 +8,62 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from paceline.errors import ModelError
 
 # On a GPU the flags are read this many steps late, when their copy has long arrived, so that the host never waits.
 VOTE_LAG = 2
+
+Ids = NDArray[np.int64]
+NO_SAMPLES: Ids = np.empty(0, dtype=np.int64)
+_LAST = 1_000_000
+
+
+class Heartbeat:
+    """Position of this process: plain attributes that the loop writes and a thread reads, without locks.
+
+    Attributes:
+        step: The current step, counted from 1; 0 before the first.
+        phase: The current phase of the step.
+        order: Index of the phase; comparable between processes at the same step.
+        ticks: Grows with any progress.
+        is_new: Whether this is the first time in this phase; networks are compiled then.
+        samples: The samples being processed.
+    """
+
+    __slots__ = ("_entered", "is_new", "order", "phase", "samples", "step", "ticks")
+
+    def __init__(self) -> None:
+        self.step, self.phase, self.order, self.ticks, self.is_new = 0, "start", 0, 0, True
+        self.samples: Ids = NO_SAMPLES
+        self._entered: set[str] = set()
+
+    def begin_step(self, step: int) -> None:
+        """Start a new step."""
+        self.step, self.order = step, 0
+
+    def enter(self, phase: str, *, last: bool = False, samples: Ids = NO_SAMPLES) -> None:
+        """Start another phase.
+
+        Args:
+            phase: Its name.
+            last: Whether it is the last one before processes synchronise; they may have reached it by different paths.
+            samples: The samples being processed in it.
+        """
+        self.phase, self.samples = phase, samples
+        self.order = _LAST if last else self.order + 1
+        self.is_new = phase not in self._entered
+        if self.is_new:
+            self._entered.add(phase)
+        self.ticks += 1
+
+    def tick(self) -> None:
+        """Report progress within a phase."""
+        self.ticks += 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.weights import SavedWeights
+from paceline.data.batch import Normalize, Placement
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import evaluation_image
-from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError
 from paceline.inference.onnx_predictor import OUTPUT, onnx_session
 from paceline.inference.program import first_line

@@ -26,8 +26,7 @@ from paceline.data.objects.keyed import seed_generators
 from paceline.data.order import evaluation_slices
 from paceline.data.random_draws import derive_seed
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.strategy import ControlFlags
-from paceline.distributed.watchdog import Heartbeat
+from paceline.distributed.strategy import ControlFlags, Heartbeat
 from paceline.errors import CheckpointError, LoopError, RunDirectoryError, StoppedError, TrainingError
 from paceline.loop.kept import Kept
 from paceline.loop.opening import LoopSubject, Source
@@ -41,7 +40,7 @@ from paceline.telemetry.meter import PHASES
 from paceline.trainer.build import build_recorder
 from paceline.trainer.nonfinite import check_loss
 from paceline.trainer.process_settings import StopRequest, restore_random_states
-from paceline.trainer.run import SavedRun
+from paceline.trainer.saved_run import SavedRun
 from paceline.trainer.saving import finish_mirroring, finish_saving, restore, save_checkpoint
 from paceline.trainer.step_stats import Progress, Window
 from paceline.trainer.train import wait_for_save, write_pages, write_summary

@@ -193,7 +193,7 @@ def check_backend(model: Model) -> None:
     Raises:
         ModelError: If it does not.
     """
-    if not model.compile or model.compile_backend == "inductor":
+    if model.compile_backend == "inductor":
         return
     from torch._dynamo import list_backends
 

@@ -1,18 +1,28 @@
-"""The recipe schema, section by section."""
+"""The recipe schema, section by section, and the code that a recipe names.
+
+A recipe in a run, checkpoint or hub folder, or in a weights file, was written by whoever created that. The code it
+names is imported only if the user trusts it; the recipe that a user trains is trusted.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
+from paceline.errors import RecipeError
 from paceline.recipe.data import Data
 from paceline.recipe.fields import STRICT, Applies, Names, parse_integer
 from paceline.recipe.model import Model
 from paceline.recipe.running import Checkpoint, Evaluate, Parallel, Telemetry
 from paceline.recipe.training import Batch, Distillation, Optimizer, Schedule, Train
+from paceline.references import is_code_trusted, is_reference
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -47,3 +57,73 @@ class Recipe:
     def without_mirror(self) -> Recipe:
         """Return the recipe for a trial run."""
         return replace(self, checkpoint=replace(self.checkpoint, mirror=None))
+
+
+CODE_KEYS = ("task", "model.name", "data.dataset", "evaluate.metrics", "objects")
+"""The keys that take ``package.module:name``."""
+TRAINING_CODE_KEYS = ("optimizer.name", "schedule.name", "train.loss", "data.augment.policy")
+"""Those of them that only training imports."""
+
+# Their metrics compute, and nothing else; other modules of torchmetrics load models.
+_TORCHMETRICS = ("torchmetrics.classification", "torchmetrics.regression")
+_RECORDS = ("plan.json", "environment.json", "events.jsonl", "summary.json", "manifest.json")
+_RECIPE_SIBLINGS = ("checkpoints", "config.json", "model.safetensors")
+
+
+def named_code(recipe: Recipe) -> list[str]:
+    """Return a recipe's references to custom code."""
+    used = (attrgetter(key)(recipe) for key in (*CODE_KEYS, *TRAINING_CODE_KEYS))
+    return [name for value in used for name in _names(value) if _is_code(name)]
+
+
+def _is_code(name: str) -> bool:
+    return is_reference(name) and name.partition(":")[0] not in _TORCHMETRICS
+
+
+def _names(value: Any) -> list[str]:
+    """Return the names that a key holds: its own, or those of a mapping of factories with options."""
+    if isinstance(value, Mapping):
+        inner = (each.get("name") if isinstance(each, Mapping) else each for each in value.values())
+        return [name for each in inner for name in _names(each)]
+    return [value] if isinstance(value, str) else []
+
+
+def is_stored(path: Path, source: str | Path) -> bool:
+    """Whether a recipe file is part of a run, checkpoint or hub folder, or of one named by its folder."""
+    if path.parent == Path(os.path.expanduser(source)):
+        return True
+    siblings = _RECORDS + _RECIPE_SIBLINGS * (path.name == "recipe.yaml")
+    return any((path.parent / name).exists() for name in siblings)
+
+
+def refuse_foreign_code(
+    tree: Mapping[str, Any], recipe: Recipe, where: str, *, trusted: bool, keys: tuple[str, ...] = CODE_KEYS
+) -> None:
+    """Refuse code that a stored recipe names, unless the user trusts it or an override names something else.
+
+    Args:
+        tree: The recipe as it was stored.
+        recipe: The recipe with the user's overrides.
+        where: The file, for the message.
+        trusted: Whether the user allowed the file to name code.
+        keys: The keys that will be used.
+
+    Raises:
+        RecipeError: Naming the key and what it would import.
+    """
+    if trusted or is_code_trusted():
+        return
+    for key in keys:
+        stored: Any = tree
+        for name in key.split("."):
+            stored = stored.get(name) if isinstance(stored, Mapping) else None
+        used = _names(attrgetter(key)(recipe))
+        if code := next((each for each in _names(stored) if _is_code(each) and each in used), ""):
+            raise RecipeError(
+                f"{where} names code to import, {key}={code}; opening a file never runs code unless you allow it: "
+                "add --trust-code if you know where it comes from.",
+                key=key,
+                value=code,
+                path=where,
+                rule="no code",
+            )

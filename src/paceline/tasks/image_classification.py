@@ -17,7 +17,7 @@ from torch import nn
 
 from paceline.checkpoint.hub_folder import UNNAMED
 from paceline.checkpoint.weights import SavedWeights
-from paceline.data.batch import Backend, Batch, Progress
+from paceline.data.batch import Backend, Batch, Normalize, Placement, Progress
 from paceline.data.class_balance import SampleClasses
 from paceline.data.image.datasets import ImageDataset, content_of, open_dataset
 from paceline.data.image.decode import describe_decoder
@@ -37,7 +37,7 @@ from paceline.data.image.pipeline import (
 from paceline.data.image.selection import keep_known_classes
 from paceline.data.image.source import ArraySource, SubsetSource, encoded_source, part_numbers, repeated
 from paceline.data.image.transforms import Mixing, View, first_images
-from paceline.data.pipeline import Normalize, Pipeline, Placement
+from paceline.data.pipeline import Pipeline
 from paceline.data.slices import SampleIds, SampleShapes, evenly_spaced, first_samples
 from paceline.errors import DataError, RecipeError
 from paceline.metrics.accumulator import Metric

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.weights import SavedWeights, check_scale
+from paceline.data.batch import Normalize, Placement
 from paceline.data.image.decode import decode, upright_size
 from paceline.data.image.pipeline import rectangle
 from paceline.data.image.transforms import evaluation_image
-from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import CheckpointError, RecipeError, did_you_mean
 from paceline.prediction.predictor import NOT_FINITE, Answer, Predictor, predict_ahead
 from paceline.prediction.sources import PictureFile

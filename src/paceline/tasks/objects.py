@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.data.batch import Batch, Nested, joined_along_samples, mapped
+from paceline.data.batch import Batch, Nested, identity, joined_along_samples, mapped
 from paceline.data.image.pipeline import ImagePipeline, OpenedSplit, share_of_cores
 from paceline.data.loaders.pytorch import LoaderBackend, ReadFailure
 from paceline.data.objects.keyed import KeyedReader
 from paceline.data.objects.purity import Reading, read_again
 from paceline.data.objects.samples import Samples, take_apart
-from paceline.data.pipeline import Pipeline, Placement, identity
+from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleSlice, SampleWeights, first_samples
 from paceline.errors import DataError, ModelError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric

@@ -9,16 +9,21 @@ data: a host that waits while the device still works costs nothing.
 There are three clocks: *training* (time in steps), *pause* (evaluation, saving; never counted here) and the *program*
 (the whole process; measured by the trainer). The first steps of every process are slow for reasons that occur only
 once: compilation, memory pools, cold workers. They count as training time, but not in any rate.
+
+The peak memory of this process is read here, too.
 """
 
 from __future__ import annotations
 
 import abc
+import resource
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, final
 
@@ -389,3 +394,56 @@ class EventStepClock(StepClock):
             seconds[index] += started.elapsed_time(ended) / 1e3
             self._free.append(started)  # the last one starts the next step
         self._meter.add_step(step.samples, sum(seconds[:_PAUSE]), seconds[:_PAUSE], step.load)
+
+
+def peak_memory_bytes(device_type: str) -> int | None:
+    """Return the peak memory of this process on the current device; reads counters without synchronising.
+
+    On a CPU that is resident memory. None if the device's allocator does not record a peak, as for Metal.
+    """
+    import torch
+
+    match device_type:
+        case "cpu":
+            return peak_resident_bytes()
+        case "cuda":
+            return torch.cuda.max_memory_allocated()
+        case "xpu":
+            return int(torch.xpu.max_memory_allocated())
+    return None
+
+
+def peak_resident_bytes() -> int:
+    """Return the peak main memory of this process, without its children."""
+    # Avoid getrusage where possible: on Linux it starts at the peak of the parent that forked this process.
+    if resident := peak_resident_of("self"):
+        return resident
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others KiB
+
+
+def peak_resident_of(process: int | str) -> int:
+    """Return the peak main memory of another process; 0 if it has ended or is unknown."""
+    return _read_proc_status(process).get("VmHWM", 0)
+
+
+def peak_private_of(process: int | str) -> int:
+    """Return the same without pages of files, mostly libraries: how many are resident varies on its own."""
+    status = _read_proc_status(process)
+    return max(0, status.get("VmHWM", 0) - status.get("RssFile", 0))
+
+
+def private_bytes() -> int:
+    """Return the current main memory of this process, without pages of files; its peak if unknown."""
+    status = _read_proc_status("self")
+    return status["VmRSS"] - status.get("RssFile", 0) if "VmRSS" in status else peak_resident_bytes()
+
+
+def _read_proc_status(process: int | str) -> dict[str, int]:
+    """Return Linux's memory values of a process, in bytes; empty if the process is gone, or on another system."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return {}
+    fields = [line.split() for line in lines if line.endswith(" kB")]
+    return {name.removesuffix(":"): int(count) * 1024 for name, count, _ in fields}

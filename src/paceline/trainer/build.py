@@ -1,27 +1,32 @@
-"""Build every part of a prepared run: optimizer, strategy, records, components."""
+"""Build every part of a prepared run: optimizer, parallel strategy, records, components."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 
 from paceline.checkpoint.publish import BackgroundWriter, Cadence, Publisher, job_end_time
 from paceline.checkpoint.state import Component, OptimizerComponent, Registry
 from paceline.checkpoint.store import CheckpointStore
 from paceline.data.order import evaluation_rounds
-from paceline.distributed.collectives import open_store
-from paceline.distributed.strategy import Replicas, Strategy
-from paceline.distributed.watchdog import Heartbeat, Watchdog, WatchdogContext
+from paceline.distributed.collectives import Collectives, open_store
+from paceline.distributed.data_parallel import DataParallel
+from paceline.distributed.exact import ExactDataParallel
+from paceline.distributed.strategy import Heartbeat, Replicas, SingleProcess, Strategy
+from paceline.distributed.watchdog import Watchdog, WatchdogContext
 from paceline.models.compiled import CompiledNetwork, CompileLog
 from paceline.models.precision import Precision
 from paceline.models.transfer import FreezeSchedule, trained_spans
 from paceline.optim.build import Clipping, ExponentialMovingAverage
 from paceline.plan import Plan
 from paceline.recipe.load import recipe_digest, to_tree
+from paceline.recipe.running import Parallel
 from paceline.recipe.schema import Recipe
 from paceline.records.events import EventWriter, ProfileEvent
 from paceline.records.ledger import LedgerWriter, ledger_path
@@ -30,10 +35,9 @@ from paceline.records.run_directory import json_value
 from paceline.telemetry.clock import StepClock, build_step_clock
 from paceline.telemetry.profile import NsightTool, ProfileResult, ProfileWindow, ProfilingClock, TorchTool
 from paceline.telemetry.trackers import TrackerFacts, build_trackers
-from paceline.trainer.build import build_strategy
 from paceline.trainer.evaluate import Evaluator, KeepOptions
 from paceline.trainer.forecast import forecast
-from paceline.trainer.listeners import Listener, Preview
+from paceline.trainer.listeners import Listener
 from paceline.trainer.noise import NoiseListener, NoiseMeter, linear_rule_warning
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.recorder import Recorder
@@ -115,6 +119,7 @@ def build_run(subject: Subject) -> Run:
     _register(run)
     # After _register: a checkpoint holds the clock itself, not the profile around it.
     run.clock = with_profile(run)
+    run.previews += [partial(keep_first_batch, run), partial(forecast, run)]
     run.listeners += _listeners(run, noise)
     run.strategy.timed_by(run.clock)
     if run.timed_pipeline is not None:
@@ -144,22 +149,20 @@ def _publisher(subject: Subject) -> Publisher:
 
 
 def _listeners(run: Run, noise: NoiseMeter | None) -> list[Listener]:
-    found: list[Listener] = [Preview(partial(keep_first_batch, run)), Preview(partial(forecast, run))]
     if noise is None:
-        return found
+        return []
 
     def warn() -> str | None:
         return linear_rule_warning(noise, run.recipe.optimizer, run.plan, run.geometry, **run.progress.here)
 
-    return [*found, NoiseListener(noise, partial(run.due, "noise_scale", ahead=1), warn)]
+    return [NoiseListener(noise, partial(run.due, "noise_scale", ahead=1), warn)]
 
 
-def _freeze_schedule(strategy: Strategy, subject: Subject) -> FreezeSchedule:
-    network = subject.network
-    if not isinstance(strategy, Replicas):
-        # A plan that shards weights has already refused model.unfreeze and model.freeze_after (plan/strategy.py).
-        return FreezeSchedule(network, {}, {}, changed=lambda: None)
-    model, plan = subject.recipe.model, subject.plan
+def _freeze_schedule(strategy: Strategy, subject: Subject) -> FreezeSchedule | None:
+    model, plan, network = subject.recipe.model, subject.plan, subject.network
+    # A plan that shards weights has already refused model.unfreeze and model.freeze_after (plan/strategy.py).
+    if not (plan.unfreeze_steps or plan.freeze_after_steps) or not isinstance(strategy, Replicas):
+        return None
     first, last = trained_spans(network, model, plan.unfreeze_steps, plan.freeze_after_steps)
     return FreezeSchedule(network, first, last, changed=strategy.update_trainable)
 
@@ -283,3 +286,38 @@ def with_profile(run: Run) -> StepClock:
         report=report,
     )
     return ProfilingClock(run.clock, tool, assignment)
+
+
+def build_strategy(
+    plan: Plan,
+    network: nn.Module,
+    forward_fn: Callable[..., Any],
+    collectives: Collectives,
+    device: torch.device,
+    *,
+    parallel: Parallel,
+    average: nn.Module | None = None,
+    value_of: Callable[[str], torch.Tensor] | None = None,
+) -> Strategy:
+    """Build the strategy the plan chose.
+
+    Args:
+        plan: Names the strategy.
+        network: The bare network, with the same weights and buffers on every process.
+        forward_fn: The callable that a step uses: the network, compiled if requested.
+        collectives: The processes.
+        device: The network's device.
+        parallel: How gradients are reduced and weights are sharded.
+        average: The average of the network's weights, if there is one.
+        value_of: The initial values, by name, of a network without values; None for one that has them.
+    """
+    if plan.strategy == "exact":
+        return ExactDataParallel(network, forward_fn, collectives)
+    if plan.strategy == "ddp":
+        return DataParallel(network, forward_fn, collectives, device, parallel=parallel)
+    if plan.strategy == "fsdp":
+        # Imported only where used: it is slow to import.
+        from paceline.distributed.fully_sharded import FullySharded
+
+        return FullySharded(network, forward_fn, average, collectives, device, parallel=parallel, value_of=value_of)
+    return SingleProcess(forward_fn, network, allows_unused=parallel.unused_parameters == "allow")

@@ -20,7 +20,7 @@ from paceline.data.batch import Batch, BrokenSample, Nested, tensors_in
 from paceline.data.pipeline import Pipeline
 from paceline.data.random_draws import uniforms
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.watchdog import Heartbeat
+from paceline.distributed.strategy import Heartbeat
 from paceline.metrics.accumulator import Accumulator, Collector, DetailedCollector, Rows
 from paceline.metrics.answers import HOW_CHOSEN, Candidate, Confusion, Examples, as_png, choose
 from paceline.metrics.confusion import MOST_CLASSES, Reliability, Triples, confusion_document, merge_counts

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.data.batch import Batch, copied, rows_of, select_rows, tensors_in
+from paceline.data.batch import Batch, ReadAhead, copied, rows_of, select_rows, tensors_in
 from paceline.distributed.strategy import Replicas
 from paceline.optim.build import Clipping, ExponentialMovingAverage
 from paceline.plan import Plan
@@ -22,7 +22,7 @@ from paceline.plan.strategy import exact_gradient_count, optimizer_state_numbers
 from paceline.records.events import MeasurementEvent
 from paceline.telemetry.clock import peak_memory_bytes
 from paceline.trainer.evaluate import evaluation_mode
-from paceline.trainer.run import Run
+from paceline.trainer.run_views import ProbedRun
 from paceline.trainer.warmup import GradientProbe, send_through
 from paceline.units import counted, format_bytes, format_count, format_seconds
 
@@ -36,8 +36,8 @@ _SECONDS, _SECONDS_READ_AHEAD, _PASSES = 0.3, 1.0, 30
 _SLOW_SECONDS, _SLOW_SECONDS_CUDA = 5.0, 60.0
 # Number of rows to try first if a complete micro-batch may take minutes.
 _TRIED_ROWS = 8
-# Batches read ahead are kept until their steps up to this size, on a GPU at most this fraction of the free memory.
-_MAX_HELD_BYTES, _MAX_HELD_FRACTION = 256 * 2**20, 1 / 8
+# Batches read ahead take at most this fraction of the free memory of a GPU.
+_MAX_HELD_FRACTION = 1 / 8
 # Largest network to copy for its optimizer.
 _MAX_COPIED_BYTES, _MAX_COPIED_BYTES_CUDA = 256 * 2**20, 64 * 2**20
 # Copying, hashing and writing a checkpoint on the cores that train (benchmarks/checkpoint.py).
@@ -47,7 +47,7 @@ _TRACKER_SECONDS = 0.3
 _LONG_SECONDS = 3600.0
 
 
-def forecast(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
+def forecast(run: ProbedRun, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Report the expected time and memory of the run, and return the stream with the batches put back.
 
     Runs of fewer than 20 steps and networks sharded over processes are not measured. A resumed run uses the time of
@@ -62,7 +62,7 @@ def forecast(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     return ahead.replay()
 
 
-def _extrapolate(run: Run) -> MeasurementEvent | None:
+def _extrapolate(run: ProbedRun) -> MeasurementEvent | None:
     plan, position, totals = run.plan, run.progress.position, run.clock.totals
     end = plan.end
     if (steps := end - position) < _MIN_STEPS:
@@ -84,7 +84,7 @@ def _extrapolate(run: Run) -> MeasurementEvent | None:
     )
 
 
-def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> MeasurementEvent | None:
+def measure(run: ProbedRun, ahead: ReadAhead, *, cautious: bool = False) -> MeasurementEvent | None:
     """Measure a run in its current state; None if not worthwhile or not possible.
 
     Args:
@@ -131,39 +131,6 @@ def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> Measuremen
         seconds=time.perf_counter() - start,
         metrics={"expected_seconds": seconds, "expected_memory_bytes": costs.memory},
     )
-
-
-class ReadAhead:
-    """Batches that are read before their step, and the error that stopped reading, which is raised at its step."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
-        self._taken: list[Batch] = []
-        self._bytes = 0
-        self.max_bytes = float(_MAX_HELD_BYTES)
-        self._error: Exception | None = None
-
-    def read(self) -> Batch | None:
-        """Return the next batch; None at the end, after an error, or if more batches would take too much memory."""
-        if self._error is not None or (self._taken and self._bytes * (1 + 1 / len(self._taken)) > self.max_bytes):
-            return None
-        try:
-            batch = next(self._batches, None)
-        except Exception as error:  # noqa: BLE001  # raised where its batch would have been
-            self._error = error
-            return None
-        if batch is not None:
-            self._taken.append(batch)
-            self._bytes += sum(each.nbytes for each in tensors_in(batch.inputs, batch.targets))
-        return batch
-
-    def replay(self) -> Iterator[Batch]:
-        """Yield all batches, starting with the first one read ahead."""
-        while self._taken:
-            yield self._taken.pop(0)
-        if self._error is not None:
-            raise self._error
-        yield from self._batches
 
 
 @dataclass
@@ -241,7 +208,7 @@ class _Costs:
         first = passes = [(self._pass_seconds(), len(self.probe.batch.ids))]
         if run.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(run.device)
-            self.ahead.max_bytes = min(_MAX_HELD_BYTES, _MAX_HELD_FRACTION * free)
+            self.ahead.max_bytes = min(self.ahead.max_bytes, _MAX_HELD_FRACTION * free)
         # Processes wait for one another in a pass, so all make the same number of passes.
         longest = max(run.collectives.gather(passes[0][0]))
         is_alone = run.world.world_size == 1

@@ -1,14 +1,19 @@
-"""What follows a run without changing it: the first batch for the report, the forecast, the gradient noise.
+"""What follows a run without changing it: listeners inside the trainer, and callbacks from Python.
 
-``build_run`` fills one list; the loop, the step and the records know only what is here.
+``build_run`` fills one list of listeners; the step and the records know only what is here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
 
 from paceline.data.batch import Batch
+from paceline.errors import RecipeError
 
 _NOTHING = nullcontext()
 
@@ -20,10 +25,6 @@ class Listener:
     def needs_norm(self) -> bool:
         """Whether this step's gradient norm is needed."""
         return False
-
-    def look(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Look at the batches before the first step; returns the stream with every batch put back."""
-        return batches
 
     def begin_step(self) -> None:
         """Called before a step's first micro-batch."""
@@ -41,12 +42,44 @@ class Listener:
         return {}
 
 
-class Preview(Listener):
-    """Only looks at the batches before the first step."""
+MOMENTS = ("on_step_end", "on_evaluation", "on_checkpoint")
 
-    def __init__(self, look: Callable[[Iterator[Batch]], Iterator[Batch]]) -> None:
-        self._look = look
 
-    def look(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Look at the batches, and put them back."""
-        return self._look(batches)
+@dataclass
+class Callbacks:
+    """Calls the observers of a run, on every rank.
+
+    They receive numbers, not weights, and the random numbers they draw do not affect the run: the final weights are the
+    same with and without them. An exception ends the run.
+
+    Attributes:
+        observers: Objects with any of the methods ``on_step_end(step)``, ``on_evaluation(step, results)``, where
+            ``results`` holds the metric values of each set of weights, and ``on_checkpoint(step)``, when a checkpoint
+            has been handed over for writing. A true return value stops the run, with a checkpoint, after this step or
+            the next.
+        stopped_by: Class of the first observer that requested a stop; empty before that.
+        prints: Whether what they print is shown.
+    """
+
+    observers: Sequence[object] = ()
+    stopped_by: str = ""
+    prints: bool = True
+
+    def __post_init__(self) -> None:
+        for each in self.observers:
+            if not any(callable(getattr(each, moment, None)) for moment in MOMENTS):
+                raise RecipeError(
+                    f"callback {type(each).__name__} has none of the methods {', '.join(MOMENTS)}; add one."
+                )
+
+    def __call__(self, moment: str, *details: Any) -> None:
+        """Call the method named ``moment`` of each observer that has one."""
+        for each in self.observers:
+            observe = getattr(each, moment, None)
+            if observe is None:
+                continue
+            with nullcontext() if self.prints else redirect_stdout(io.StringIO()):
+                # A copy: an observer may change what it receives, and the run still uses it.
+                stops = observe(*deepcopy(details))
+            if stops and not self.stopped_by:
+                self.stopped_by = type(each).__name__

@@ -20,8 +20,8 @@ def fit(run: Run) -> str:
     """Train from the current position to the end, or to an agreed stop; returns why it ended."""
     with run.watchdog.watching(), explain_worker_deaths():
         batches = check_first_batch(run, warm_up(run, run.train_batches()))
-        for each in run.listeners:
-            batches = each.look(batches)
+        for look in run.previews:
+            batches = look(batches)
         return _fit(run, batches)
 
 

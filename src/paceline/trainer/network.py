@@ -138,7 +138,8 @@ def describe_network(network: nn.Module, recipe: Recipe, plan: Plan) -> NetworkF
     Raises:
         ModelError: If the network cannot be trained as the recipe asks.
     """
-    check_backend(recipe.model)
+    if recipe.model.compile:
+        check_backend(recipe.model)
     first, last = trained_spans(network, recipe.model, plan.unfreeze_steps, plan.freeze_after_steps)
     if parameter_count(network) == 0:
         raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")

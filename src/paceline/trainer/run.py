@@ -1,12 +1,11 @@
 """The parts of a run while it trains, on one process.
 
-Only the modules that drive a run use this class: loop, step, warm-up, saving and records. Components receive what they
-need.
+Only what drives a run uses this class: build, loop, step and train. The warm-up, saving and the records see what
+``trainer/run_views.py`` lists; components receive what they need.
 """
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -15,122 +14,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint.publish import BackgroundWriter, Publisher
-from paceline.checkpoint.state import Registry
-from paceline.checkpoint.store import Best
 from paceline.data.balance import StepLoad
 from paceline.data.batch import Batch
-from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, TimedPipeline, as_timed
 from paceline.data.slices import SampleIds
-from paceline.distributed.collectives import Collectives
-from paceline.distributed.strategy import VOTE_LAG, ControlFlags, Strategy
-from paceline.distributed.watchdog import NO_SAMPLES, Heartbeat, Watchdog
+from paceline.distributed.strategy import NO_SAMPLES, VOTE_LAG, ControlFlags, Strategy
+from paceline.distributed.watchdog import Watchdog
 from paceline.metrics.accumulator import Metric
 from paceline.models.compiled import CompiledNetwork
 from paceline.models.precision import Precision
 from paceline.models.transfer import FreezeSchedule
 from paceline.optim.build import Clipping, ExponentialMovingAverage
-from paceline.plan import Occasion, Plan
 from paceline.plan.rates import Schedules
-from paceline.recipe.schema import Recipe
-from paceline.records.run_directory import RunDirectory
 from paceline.tasks.facts import best_metric
 from paceline.tasks.own_code import RefusedBroadcast, checked_loss, naming
 from paceline.tasks.task import Task
-from paceline.telemetry.clock import StepClock
-from paceline.telemetry.display import Display
 from paceline.trainer.evaluate import Evaluator
 from paceline.trainer.listeners import Callbacks, Listener
-from paceline.trainer.mirroring import Mirroring
 from paceline.trainer.nonfinite import NonFiniteGuard
-from paceline.trainer.process_settings import StopRequest
-from paceline.trainer.recorder import Recorder
-from paceline.trainer.step_stats import Progress, Window
-from paceline.trainer.utilisation import Utilisation
-from paceline.world import World
-
-
-@dataclass(kw_only=True)
-class SavedRun(abc.ABC):
-    """What saving, the records and the summary need of a run on one process, whoever writes its loop.
-
-    The plan is authoritative; mutable state is in :attr:`components`.
-
-    Attributes:
-        components: The contents of a checkpoint, by name.
-        publisher: Publishes checkpoints: complete ones on the first rank, or this rank's shards.
-        writer: The thread in which it does.
-        identity: Unique identity of this run.
-        saved_position: Position of the newest checkpoint; -1 before the first.
-        saved_name: Its directory name; empty before the first.
-        mirroring: Copies checkpoints to an address, on the first rank; None without ``checkpoint.mirror``.
-        utilisation: Reference for the throughput; None for an unknown device, and on other ranks.
-    """
-
-    recipe: Recipe
-    identity: str
-    plan: Plan
-    world: World
-    device: torch.device
-    collectives: Collectives
-    directory: RunDirectory
-    geometry: StepGeometry
-    progress: Progress
-    window: Window
-    clock: StepClock
-    heartbeat: Heartbeat
-    recorder: Recorder
-    display: Display
-    stop: StopRequest
-    components: Registry
-    publisher: Publisher
-    writer: BackgroundWriter[None]
-    mirroring: Mirroring | None = None
-    utilisation: Utilisation | None = None
-    saved_position: int = -1
-    saved_name: str = ""
-
-    @abc.abstractmethod
-    def models(self) -> dict[str, nn.Module]:
-        """The sets of weights by name."""
-
-    @abc.abstractmethod
-    def sync_buffers(self) -> None:
-        """Broadcast their buffers from the first rank, before they are scored or saved; a collective."""
-
-    @property
-    @abc.abstractmethod
-    def unmeasured(self) -> frozenset[str]:
-        """Phases whose time cannot be separated from others here."""
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each process saves its part of the state."""
-        return False
-
-    @property
-    def best(self) -> Best | None:
-        """The best evaluation so far, if its checkpoint is kept."""
-        best = self.progress.best
-        if not best or not self.recipe.checkpoint.keep_best:
-            return None
-        return Best(best["step"], best["metric"], best["value"], best["weights"])
-
-    def mfu(self, samples_per_second: float | None) -> dict[str, float | None]:
-        """Return the fraction of the devices' peak that a throughput reaches, as recorded; empty if unknown."""
-        return {} if self.utilisation is None else self.utilisation.for_record(samples_per_second)
-
-    def due(self, occasion: Occasion, *, ahead: int = 0) -> bool:
-        """Whether something done periodically and at the end is due now (or ``ahead`` steps later)."""
-        return self.plan.is_due(occasion, self.progress.position + ahead)
-
-    @property
-    def last_good(self) -> str:
-        """Name the newest checkpoint in a sentence; non-finite state is never saved."""
-        if not self.saved_name:
-            return "No checkpoint was saved before."
-        return f"The last good checkpoint is {self.directory.checkpoints / self.saved_name}."
+from paceline.trainer.saved_run import SavedRun
 
 
 @dataclass(kw_only=True)
@@ -142,6 +44,7 @@ class Run(SavedRun):
         scored: Networks that evaluation calls, by set of weights: the network and its average, compiled if requested.
         compiled: The compiled ones among these.
         strategy: Holds the network as the step calls it, compiled and wrapped.
+        previews: What looks at the batches before the first step; each returns the stream with every batch put back.
         listeners: What follows the run without changing it.
     """
 
@@ -156,11 +59,12 @@ class Run(SavedRun):
     clipping: Clipping
     precision: Precision
     guard: NonFiniteGuard
-    freeze_schedule: FreezeSchedule
+    freeze_schedule: FreezeSchedule | None
     ema: ExponentialMovingAverage | None
     evaluator: Evaluator
     watchdog: Watchdog
     callbacks: Callbacks
+    previews: list[Callable[[Iterator[Batch]], Iterator[Batch]]] = field(default_factory=list)
     listeners: list[Listener] = field(default_factory=list)
 
     def train_batches(self) -> Iterator[Batch]:
@@ -173,7 +77,8 @@ class Run(SavedRun):
         self.guard.begin_step()
         self.task.pop_logged_values()  # left over from before the first step, or from an evaluation
         self.heartbeat.begin_step(self.progress.position + 1)
-        self.freeze_schedule.at(self.progress.step)
+        if self.freeze_schedule is not None:
+            self.freeze_schedule.at(self.progress.step)
         for each in self.listeners:
             each.begin_step()
 

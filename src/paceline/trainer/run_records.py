@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.weights import weights_sha256
-from paceline.data.batch import Batch, BrokenSample, select_rows
+from paceline.data.batch import Batch, BrokenSample, ReadAhead, select_rows
 from paceline.errors import DataError, RunDirectoryError
 from paceline.metrics.answers import as_png, thumbnails
 from paceline.plain_text import utf8
@@ -22,25 +22,25 @@ from paceline.records.run_directory import encode_json, write_text
 from paceline.telemetry.clock import peak_memory_bytes
 from paceline.telemetry.meter import PHASES
 from paceline.trainer.evaluate import Evaluation, evaluation_mode, write_artifacts
-from paceline.trainer.forecast import ReadAhead
 from paceline.trainer.nonfinite import check_loss, divergence
 from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.recorder import find_slowest, summarize_ranks
-from paceline.trainer.run import Run, SavedRun
+from paceline.trainer.run_views import RecordedRun
+from paceline.trainer.saved_run import SavedRun
 from paceline.units import counted
 
 # Samples of the first batch shown in the report.
 _MAX_SHOWN = 12
 
 
-def write_step(run: Run) -> None:
+def write_step(run: RecordedRun) -> None:
     """Write a step record: here the host waits for the device, which an ordinary step does not."""
     with run.clock.span("logging"):
         run.collectives.on_rank_zero(partial(run.directory.check_in_place, before_saving=False))
         _write_step(run)
 
 
-def _write_step(run: Run) -> None:
+def _write_step(run: RecordedRun) -> None:
     timings = run.clock.drain()
     recompilations = [each for network in run.compiled.values() for each in network.log.surprises()]
     # The number of avoidable recompilations is sent as the last value.
@@ -97,7 +97,7 @@ def _write_step(run: Run) -> None:
     check_loss(totals.loss, run.recorder, run.last_good)
 
 
-def write_evaluation(run: Run, evaluation: Evaluation, *, seconds: float) -> None:
+def write_evaluation(run: RecordedRun, evaluation: Evaluation, *, seconds: float) -> None:
     """Write one record for each set of weights."""
     run.collectives.on_rank_zero(partial(run.directory.check_in_place, before_saving=False))
     train_seconds = run.clock.totals.train_seconds
@@ -121,7 +121,7 @@ def write_evaluation(run: Run, evaluation: Evaluation, *, seconds: float) -> Non
     run.recorder.flush()
 
 
-def _write_artifacts(run: Run, evaluation: Evaluation) -> None:
+def _write_artifacts(run: RecordedRun, evaluation: Evaluation) -> None:
     """Write what was kept of the answers; a problem is reported once and does not end the run."""
     options = run.evaluator.keep
     if not options.weights or not run.recorder.saves_examples:
@@ -138,7 +138,7 @@ def _write_artifacts(run: Run, evaluation: Evaluation) -> None:
         run.recorder.incident("not_kept", f"examples of the evaluation are not saved: {failure}")
 
 
-def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True) -> None:
+def report_broken(run: RecordedRun, broken: list[BrokenSample], *, training: bool = True) -> None:
     """Record unreadable samples that were left out; a collective.
 
     Raises:
@@ -234,7 +234,7 @@ def summarise(run: SavedRun, status: Status, ending: str, sha256: Mapping[str, s
     )
 
 
-def keep_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
+def keep_first_batch(run: RecordedRun, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Keep the first samples of a run's very first batch for the report, and return the stream unchanged."""
     ahead = ReadAhead(batches)
     is_shown = run.recipe.telemetry.report and run.recipe.evaluate.keep_examples and not run.world.rank
@@ -251,7 +251,7 @@ def keep_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     return ahead.replay()
 
 
-def _keep_figures(run: Run) -> None:
+def _keep_figures(run: RecordedRun) -> None:
     """Keep the pictures that the task draws of the evaluated model, for the report, on the first process."""
     if run.world.rank or run.strategy.is_sharded or not run.recipe.telemetry.report:
         return

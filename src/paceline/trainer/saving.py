@@ -19,7 +19,7 @@ from paceline.errors import CheckpointError, TrainingError
 from paceline.records.events import CheckpointEvent, ResumeEvent
 from paceline.trainer.mirroring import sendable_records, wait_until_copied
 from paceline.trainer.nonfinite import check_loss, check_state
-from paceline.trainer.run import SavedRun
+from paceline.trainer.saved_run import SavedRun
 from paceline.trainer.step_stats import Window
 
 

@@ -486,7 +486,7 @@ def find_host_limits(
     names = ("workers", "channels", "image_size", "evaluation_size")
     sizes = {name: data[name] for name in names if isinstance(data.get(name), int)}
     # Only this back-end has loader processes.
-    if data.get("backend") != "pytorch" or len(sizes) < len(names):
+    if data.get("backend") != "pytorch" or len(sizes) < len(names) or not sizes["workers"]:
         return Findings()
     ratio = LARGEST_RATIO if "evaluation_shapes" in data else 1
     return check_machine(

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from paceline.checkpoint.weights import check_target
+from paceline.data.batch import ReadAhead
 from paceline.data.pipeline import Placement
 from paceline.distributed.environment import Launch, read_launch
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, TrainingError
@@ -33,14 +34,15 @@ from paceline.trainer import mirroring
 from paceline.trainer.build import build_run
 from paceline.trainer.fake_batch import with_stand_in
 from paceline.trainer.feeding import measure_feeding
-from paceline.trainer.forecast import ReadAhead, measure
+from paceline.trainer.forecast import measure
 from paceline.trainer.loop import fit
 from paceline.trainer.network import load_initial_weights
 from paceline.trainer.nonfinite import check_outcome, divergence
 from paceline.trainer.result import TrainResult
-from paceline.trainer.run import Run, SavedRun
+from paceline.trainer.run import Run
 from paceline.trainer.run_dir_checks import RunLock
 from paceline.trainer.run_records import digests, summarise
+from paceline.trainer.saved_run import SavedRun
 from paceline.trainer.saving import finish_mirroring, restore
 from paceline.trainer.subject import Options, Reporter, Subject, resumed_recipe
 from paceline.units import counted, format_count

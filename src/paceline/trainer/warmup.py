@@ -26,12 +26,12 @@ from paceline.records.events import MeasurementEvent
 from paceline.tasks.own_code import RefusedBroadcast, calling, check_scores, refuse_missing
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.process_settings import restore_random_states
-from paceline.trainer.run import Run
+from paceline.trainer.run_views import ProbedRun
 from paceline.trainer.step import seed_forward
 from paceline.world import World
 
 
-def warm_up(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
+def warm_up(run: ProbedRun, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Send the first batch through forward, backward and reduction, and return the stream with it put back.
 
     DDP rebuilds its gradient buckets after its first backward pass, in the order in which gradients arrived. With three
@@ -48,12 +48,13 @@ def warm_up(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
         return batches if first is None else chain([first], batches)
     send_through(run, first)
     # Parts frozen until later stay frozen as in the step before: a change due at the first step happens in that step.
-    if run.freeze_schedule.at(max(run.progress.step - 1, 0)):
+    schedule = run.freeze_schedule
+    if schedule is not None and schedule.at(max(run.progress.step - 1, 0)):
         send_through(run, first)
     return chain([first], batches)
 
 
-def claim_memory(run: Run) -> None:
+def claim_memory(run: ProbedRun) -> None:
     """Send the largest micro-batch through forward and backward, if samples differ in length.
 
     Memory is then allocated once, not gradually as longer samples appear, and a batch that does not fit fails at once.
@@ -67,7 +68,7 @@ def claim_memory(run: Run) -> None:
     send_through(run, batch)
 
 
-def send_through(run: Run, first: Batch) -> None:
+def send_through(run: ProbedRun, first: Batch) -> None:
     """Run a micro-batch forward, backward and through the reduction over processes; its gradients are dropped."""
     with preserve_buffers(run.network):
         run.heartbeat.enter("forward", samples=first.ids)
@@ -97,7 +98,7 @@ def _text(ratios: Sequence[float]) -> str:
 class GradientProbe:
     """Runs passes of one micro-batch without changing weights, buffers, gradients or random states."""
 
-    def __init__(self, run: Run, replicas: Replicas, batch: Batch) -> None:
+    def __init__(self, run: ProbedRun, replicas: Replicas, batch: Batch) -> None:
         self.run = run
         self._replicas = replicas
         self.batch = batch
@@ -146,7 +147,7 @@ class GradientProbe:
             torch.get_device_module(self.run.device).synchronize()
 
 
-def check_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
+def check_first_batch(run: ProbedRun, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Before a run's first step: run the checks that the recipe requests, and return the stream unchanged.
 
     Raises:
@@ -157,7 +158,7 @@ def check_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     return batches
 
 
-def _check_first_gradients(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
+def _check_first_gradients(run: ProbedRun, batches: Iterator[Batch]) -> Iterator[Batch]:
     checks = [check_compiled] * (run.plan.compile != "off") + [measure_deterministic] * run.recipe.train.deterministic
     # A sharded network cannot be tried separately: there the cost of determinism is not measured.
     if run.progress.position or not checks or not isinstance(run.strategy, Replicas):
@@ -186,7 +187,7 @@ def _check_first_gradients(run: Run, batches: Iterator[Batch]) -> Iterator[Batch
 _CODE_ERRORS = (AttributeError, KeyError, NameError, TypeError)
 
 
-def _rehearse_evaluation(run: Run) -> None:
+def _rehearse_evaluation(run: ProbedRun) -> None:
     """Score a held-out batch, the same on every process: at the first evaluation, an epoch would be lost.
 
     Only with your own task, or metrics that the recipe names.

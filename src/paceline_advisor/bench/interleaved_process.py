@@ -32,9 +32,8 @@ from paceline.errors import PacelineError
 from paceline.recipe.load import load_recipe
 from paceline.telemetry.clock import peak_memory_bytes
 from paceline.telemetry.display import Display
-from paceline.trainer.listeners import Preview
 from paceline.trainer.loop import fit
-from paceline.trainer.run import Run
+from paceline.trainer.run_views import ProbedRun
 from paceline.trainer.step import micro_batches
 from paceline.trainer.subject import Options
 from paceline.trainer.train import opened_run
@@ -54,7 +53,7 @@ class _Finished(BaseException):
 class _TurnClock(Display):
     """Replaces the progress display: it is called after each step, and so can time blocks and wait for turns."""
 
-    def __init__(self, run: Run, turns: Connection[Any, Any], *, repeats_first: bool) -> None:
+    def __init__(self, run: ProbedRun, turns: Connection[Any, Any], *, repeats_first: bool) -> None:
         self._run, self._turns = run, turns
         self._repeats_first = repeats_first
         self._energy = EnergyCounter(run.device)
@@ -175,18 +174,6 @@ class _TurnPipeline(PassesOn):
             step += 1
 
 
-def _only_data(run: Run) -> None:
-    """Return the stream of batches, which are discarded."""
-    batches = run.train_batches()
-    run.clock.start()
-    while True:
-        for _ in micro_batches(run, batches):
-            pass
-        run.progress.advance(stepped=True)
-        run.clock.end_step(run.plan.step_samples(run.progress.position - 1), run.load)
-        run.display.advance(run.progress.step)
-
-
 def _exit_with(parent: int, scratch: Path) -> None:
     """End with the parent, even if it is killed, and remove its files if it cannot."""
     while os.getppid() == parent:
@@ -213,12 +200,20 @@ def _take_turns(settings: Json, connection: Connection[Any, Any]) -> None:
         run.pipeline = _TurnPipeline(run.pipeline, turns, repeats_first=repeats_first)
         run.display = turns
         turns.opened()
-        if settings["part"] == "data":
-            _only_data(run)
-        else:
+        if settings["part"] != "data":
             # Batches read ahead would look free.
-            run.listeners = [each for each in run.listeners if not isinstance(each, Preview)]
+            run.previews.clear()
             fit(run)
+            return
+        # Only the stream of batches, which are discarded.
+        batches = run.train_batches()
+        run.clock.start()
+        while True:
+            for _ in micro_batches(run, batches):
+                pass
+            run.progress.advance(stepped=True)
+            run.clock.end_step(run.plan.step_samples(run.progress.position - 1), run.load)
+            run.display.advance(run.progress.step)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

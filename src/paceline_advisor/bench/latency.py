@@ -20,7 +20,7 @@ import torch
 from paceline.checkpoint.hub_folder import is_hub_folder
 from paceline.checkpoint.weights import read_weights
 from paceline.command import Log
-from paceline.data.pipeline import Normalize, Placement
+from paceline.data.batch import Normalize, Placement
 from paceline.errors import PacelineError, RecipeError
 from paceline.inference.predict import load_predictor
 from paceline.metrics.intervals import part_means, quantile, rate_interval

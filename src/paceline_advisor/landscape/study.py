@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from paceline.models.precision import set_float32_matmul
 from torch import Tensor
 
 from paceline.command import Log
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.environment import read_launch
 from paceline.errors import PacelineError
+from paceline.models.precision import set_float32_matmul
 from paceline.pages.page import Block, Chart, Table, Text
 from paceline.pages.shown import Shown
 from paceline.plan.rates import lr_factor

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from paceline.optim.classes import has_sparse_gradients
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.data.batch import Batch, copied, joined_along_samples
 from paceline.data.random_draws import derive_seed
 from paceline.errors import RecipeError
+from paceline.optim.classes import has_sparse_gradients
 from paceline.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from paceline.plain_text import load_json
 
 from paceline.command import Log
 from paceline.devices import Device, find_device, recognise
@@ -23,6 +22,7 @@ from paceline.models.flops import PHASES, Product, StepWork, Work, WorkCounter
 from paceline.pages.charts import log_axis
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
+from paceline.plain_text import load_json
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
 from paceline_advisor import Json, as_json, frozen

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from paceline.plain_text import load_json
 
 from paceline.command import Log
 from paceline.errors import RecipeError, RunDirectoryError, TrainingError
 from paceline.metrics.intervals import Interval, time_to_event
 from paceline.pages.page import Block, Chart, Table, Text
 from paceline.pages.shown import Shown
+from paceline.plain_text import load_json
 from paceline.plan.batching import micro_batch_size, with_nearest_ghost_size
 from paceline.plan.rates import lr_factor
 from paceline.recipe.load import LoadedRecipe, to_yaml

@@ -20,13 +20,13 @@ from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, TrainingError, did_you_mean
 from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
+from paceline.plan import Plan
 from paceline.plan.rates import LearningRate, Schedules, lr_factor
 from paceline.recipe.load import LoadedRecipe, Overrides, load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.running import Profile
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Schedule
 from paceline.trainer.process_settings import restore_globals
-from paceline.trainer.run import Run
 from paceline.trainer.run_records import report_broken
 from paceline.trainer.step import train_step
 from paceline.trainer.subject import Options, TaskMaker
@@ -84,49 +84,64 @@ class SweepSteps:
     ending: Ending = "highest"
 
 
-def take_steps(run: Run, sweep: Sweep, log: Callable[[str], None]) -> SweepSteps:
+def take_steps(
+    loaded: LoadedRecipe, options: Options, sweep: Sweep, log: Callable[[str], None]
+) -> tuple[SweepSteps, Plan, str | None]:
     """Train the steps of a range test; collective: every rank must call this.
 
     Every process has the same losses, and ends at the same step.
+
+    Returns:
+        The steps, the plan, and the name of the signal that asked to stop; None without one.
     """
-    # Momentum and weight decay keep the optimizer's initial values, which are those of the recipe's first step.
-    run.schedules = Schedules(
-        learning_rate=LearningRate(name=sweep.shape, peak=sweep.lowest, end=sweep.highest, total_steps=sweep.steps - 1)
-    )
     steps_taken = SweepSteps()
-    with run.watchdog.watching(), explain_worker_deaths():
-        batches = check_first_batch(run, warm_up(run, run.train_batches()))
-        run.clock.start()
-        ending: Ending | None = None
-        while ending is None:
-            rate = run.schedules.at(run.progress.step).learning_rate
-            stepped = train_step(run, batches)
-            run.progress.advance(stepped=stepped)
-            run.heartbeat.enter("record")
-            # The host waits for the device in each step: the next step depends on the loss.
-            drained = run.window.drain()
-            report_broken(run, drained.broken)
-            loss = drained.loss
-            run.clock.end_step(run.plan.step_samples(run.progress.position - 1), run.load)
-            run.clock.drain()
-            if loss is not None and math.isfinite(loss):
-                steps_taken.rates.append(rate)
-                steps_taken.losses.append(loss)
-            ending = _ending(run, sweep, steps_taken, loss)
-            if loss is not None and len(steps_taken.losses) % max(1, sweep.steps // _PROGRESS_LINES) == 0:
-                log(f"step {len(steps_taken.losses)} of {sweep.steps}: rate {rate:.3g}, loss {loss:.4g}")
-    steps_taken.ending, steps_taken.skipped = ending, run.progress.skipped
-    return steps_taken
+    with opened_run(loaded, options) as run:
+        # Momentum and weight decay keep the optimizer's initial values, which are those of the recipe's first step.
+        rates = LearningRate(name=sweep.shape, peak=sweep.lowest, end=sweep.highest, total_steps=sweep.steps - 1)
+        run.schedules = Schedules(learning_rate=rates)
+        with run.watchdog.watching(), explain_worker_deaths():
+            batches = check_first_batch(run, warm_up(run, run.train_batches()))
+            run.clock.start()
+            ending: Ending | None = None
+            while ending is None:
+                rate = rates(run.progress.step)
+                stepped = train_step(run, batches)
+                run.progress.advance(stepped=stepped)
+                run.heartbeat.enter("record")
+                # The host waits for the device in each step: the next step depends on the loss.
+                drained = run.window.drain()
+                report_broken(run, drained.broken)
+                loss = drained.loss
+                run.clock.end_step(run.plan.step_samples(run.progress.position - 1), run.load)
+                run.clock.drain()
+                if loss is not None and math.isfinite(loss):
+                    steps_taken.rates.append(rate)
+                    steps_taken.losses.append(loss)
+                steps_taken.skipped = run.progress.skipped
+                # Whether to stop is a collective on some devices: each process must ask equally often.
+                is_stopped = run.strategy.agreed(run.control_flags()).stop
+                repeats = loss is None and run.precision.scaler is not None
+                ending = "signal" if is_stopped else _ending(sweep, steps_taken, loss, repeats=repeats)
+                if loss is not None and len(steps_taken.losses) % max(1, sweep.steps // _PROGRESS_LINES) == 0:
+                    log(f"step {len(steps_taken.losses)} of {sweep.steps}: rate {rate:.3g}, loss {loss:.4g}")
+        steps_taken.ending = ending
+        # After this, no process writes to the folder that the first one is about to remove.
+        run.recorder.flush()
+        run.collectives.barrier()
+        return steps_taken, run.plan, run.stop.signal_name
 
 
-def _ending(run: Run, sweep: Sweep, steps_taken: SweepSteps, loss: float | None) -> Ending | None:
-    """Return why the test ends here, if it does; the same on all processes, since all have the same losses."""
-    # This comes first, since it is a collective on some devices: each process must call it equally often.
-    if run.strategy.agreed(run.control_flags()).stop:
-        return "signal"
-    if loss is None and run.precision.scaler is not None:
-        # fp16 retries the rate at a lower scale, but not forever.
-        return "not_finite" if run.progress.skipped >= MOST_SKIPPED else None
+def _ending(sweep: Sweep, steps_taken: SweepSteps, loss: float | None, *, repeats: bool) -> Ending | None:
+    """Return why the test ends here, if it does; the same on all processes, since all have the same losses.
+
+    Args:
+        sweep: The settings.
+        steps_taken: The steps so far.
+        loss: The loss of the last one; None if it was skipped.
+        repeats: Whether it is repeated: fp16 retries the rate at a lower scale, but not forever.
+    """
+    if repeats:
+        return "not_finite" if steps_taken.skipped >= MOST_SKIPPED else None
     if loss is None or not math.isfinite(loss):
         return "not_finite"
     average = smoothed(steps_taken.losses, sweep.smoothing)
@@ -359,12 +374,9 @@ def range_test(
     recipe = as_tested(loaded.recipe, sweep.steps, world_size=world.world_size)
     with restore_globals(recipe.parallel.device), _scratch(world) as run_dir:
         options = Options(run_dir=run_dir, task=task)
-        with opened_run(LoadedRecipe(recipe, loaded.name), options) as run:
-            taken = take_steps(run, sweep, log if world.is_first else lambda _: None)
-            facts, stop = _facts(run, loaded.recipe), run.stop.signal_name
-            # After this, no process writes to the folder that the first one is about to remove.
-            run.recorder.flush()
-            run.collectives.barrier()
+        report = log if world.is_first else lambda _: None
+        taken, plan, stop = take_steps(LoadedRecipe(recipe, loaded.name), options, sweep, report)
+    facts = _facts(plan, loaded.recipe)
     if taken.ending == "signal":  # which the run treated as a stop request
         if world.world_size == 1 and stop == signal.SIGINT.name:
             raise KeyboardInterrupt
@@ -405,8 +417,7 @@ def _scratch(world: World) -> Iterator[Path | None]:
         yield Path(folder) / "run"
 
 
-def _facts(run: Run, recipe: Recipe) -> dict[str, Any]:
-    plan = run.plan
+def _facts(plan: Plan, recipe: Recipe) -> dict[str, Any]:
     names = ["device", "device_name", "precision", "strategy", "world_size"]
     names += ["global_batch_size", "micro_batch_size", "steps_per_epoch"]
     return {

@@ -35,7 +35,7 @@ from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.trainer.noise import mean_weight
-from paceline.trainer.run import Run
+from paceline.trainer.run_views import ProbedRun
 from paceline.trainer.step import micro_batches
 from paceline.trainer.subject import Options, resumed_recipe
 from paceline.trainer.train import opened_run
@@ -271,7 +271,7 @@ def in_words(point: NoisePoint, unit: str = "samples") -> str:
     return f"step {point.step}: noise scale {found.middle:.3g} {unit} ({found.low:.3g} to {high})"
 
 
-def _loaded(run: Run, checkpoints: Sequence[tuple[int, Path]], log: Log) -> Iterator[int]:
+def _loaded(run: ProbedRun, checkpoints: Sequence[tuple[int, Path]], log: Log) -> Iterator[int]:
     """Load the weights of each checkpoint and yield its step; 0 without checkpoints, for initial weights.
 
     Those that are gone or damaged are left out. Collective: every rank must call this.
@@ -317,7 +317,7 @@ def _into_micro_batches(recipe: Recipe, processes: int) -> Recipe:
     return with_values(recipe, {"model": model, "batch.micro_size": micro})
 
 
-def _of_step(run: Run, strategy: Replicas, batches: Sequence[Batch]) -> Estimate | None:
+def _of_step(run: ProbedRun, strategy: Replicas, batches: Sequence[Batch]) -> Estimate | None:
     parts: list[tuple[int, float]] = []
     trained = [(name, each) for name, each in run.network.named_parameters() if each.requires_grad]
     total = [torch.zeros_like(each) for _, each in trained]

@@ -25,11 +25,10 @@ from PIL import Image
 from torch.utils.dlpack import from_dlpack
 
 from paceline.data.batch import Batch, BrokenSample
-from paceline.data.image.decode import LARGEST_PIXELS, ORIENTATION, DecodedImage, LazyImage
+from paceline.data.image.decode import LARGEST_PIXELS, ORIENTATION, Box, DecodedImage, LazyImage
 from paceline.data.image.source import BrokenImageError, Content, EncodedSource
 from paceline.data.image.store import shrunk, vary
 from paceline.data.image.transforms import (
-    Box,
     Draws,
     Shape,
     View,

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from paceline.plain_text import utf8
 
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.data.tables import TableFile, choose_splits, file_problem, find_files, require_pyarrow
@@ -29,6 +28,7 @@ from paceline.files import (
     refuse_special_inputs,
     visible_entries,
 )
+from paceline.plain_text import utf8
 from paceline.recipe.data import Data, Text
 from paceline_text.corpus import (
     MANIFEST,

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.data.batch import Batch, BrokenSample
+from paceline.data.batch import Batch, BrokenSample, Placement, to_device
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.pipeline import Placement, SimplePipeline, prefetch_map, to_device
+from paceline.data.pipeline import SimplePipeline, prefetch_map
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.recipe.data import Boxes

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from paceline.data.batch import Batch
+from paceline.data.batch import Batch, Normalize, Placement
 from paceline.data.image.source import Image
 from paceline.data.image.transforms import Draws, draw, random_resized_box
-from paceline.data.pipeline import Normalize, Placement, SimplePipeline
+from paceline.data.pipeline import SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline.recipe.data import Augment
 from paceline_vision.detection.pipeline import read_intact

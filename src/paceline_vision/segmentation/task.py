@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.checkpoint.weights import SavedWeights
-from paceline.data.batch import Batch
+from paceline.data.batch import Batch, Normalize, Placement
 from paceline.data.image.datasets import MOST_IMAGES, content_of_files
-from paceline.data.pipeline import Normalize, Pipeline, Placement, reading_threads
+from paceline.data.pipeline import Pipeline, reading_threads
 from paceline.dataset_registry import open_dataset
 from paceline.errors import ModelError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric

@@ -17,7 +17,6 @@ from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
-from paceline.plain_text import load_json, one_form, utf8
 
 from paceline.data.image.decode import decode
 from paceline.data.image.source import Image
@@ -25,6 +24,7 @@ from paceline.data.splits import TEST, TRAIN, UNREAD_SPLITS, VALIDATION, split_f
 from paceline.dataset_registry import StandIn, dataset
 from paceline.errors import DataError
 from paceline.files import SkippedItems, list_files, refuse_archive, refuse_special_inputs
+from paceline.plain_text import load_json, one_form, utf8
 from paceline.recipe.data import Data
 from paceline_vision.detection.dataset import BoxDataset, Objects
 from paceline_vision.detection.plausibility import implausible

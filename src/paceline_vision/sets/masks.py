@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from paceline.plain_text import one_form
 from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
 
@@ -29,6 +28,7 @@ from paceline.data.splits import SPLIT_NAMES, TEST, TRAIN, split_folders
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.files import SkippedItems, has_extension, is_folder, list_files, visible_entries
+from paceline.plain_text import one_form
 from paceline.recipe.data import Data
 from paceline_vision.inspection import pictures_with_label_maps
 from paceline_vision.segmentation.dataset import IGNORED, LabelMap, MaskDataset

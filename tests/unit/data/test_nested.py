@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.batch import Batch, joined_along_samples, mapped, rows_of, tensors_in
-from paceline.data.pipeline import Placement, to_device
+from paceline.data.batch import Batch, Placement, joined_along_samples, mapped, rows_of, tensors_in, to_device
 from paceline.data.slices import SampleSlice
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore
 
-from paceline.distributed.watchdog import Heartbeat, RankStatus, Watchdog, WatchdogContext, diagnose
+from paceline.distributed.strategy import Heartbeat
+from paceline.distributed.watchdog import RankStatus, Watchdog, WatchdogContext, diagnose
 from paceline.errors import LostWorkerError, OneProcessError, TrainingError
 from paceline.world import World
 
@@ -107,7 +108,7 @@ def test_in_a_world_of_one_no_thread_is_started() -> None:
 PAIR = """
 import pathlib, sys, threading, time
 from torch.distributed import HashStore
-from paceline.distributed.watchdog import Heartbeat
+from paceline.distributed.strategy import Heartbeat
 from paceline.distributed.watchdog import Watchdog
 from paceline.world import World
 

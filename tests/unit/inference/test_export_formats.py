@@ -23,10 +23,10 @@ from torch import Tensor, nn
 import paceline
 from paceline.checkpoint.durable import hash_file
 from paceline.checkpoint.weights import SavedWeights, read_weights, weights_sha256
+from paceline.data.batch import Normalize, Placement
 from paceline.data.image.decode import decode
 from paceline.data.image.sets.digits import read_digits
 from paceline.data.image.transforms import evaluation_image
-from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import PacelineError
 from paceline.inference.atomic_output import put_in_place
 from paceline.inference.export import Exported, ExportRequest, export

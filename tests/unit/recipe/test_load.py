@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.data.image.datasets import open_dataset
 from paceline.errors import DataError, RecipeError
-from paceline.recipe import layers, load, other_names
+from paceline.recipe import layers, load
 from paceline.recipe.load import Overrides, differences, load_recipe, recipe_digest, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 
@@ -76,10 +76,10 @@ def test_what_other_trainers_call_a_key_is_understood(word: str, key: str) -> No
 
 
 def test_every_word_of_other_trainers_names_a_key_and_is_none() -> None:
-    for word, key in other_names._KEYS.items():
+    for word, key in layers._KEYS.items():
         assert key in set(_dotted(to_tree(Recipe()))) | NOT_ALWAYS_THERE, key
-        assert other_names.our_key(f"--{word.replace('_', '-')}") == key
-    assert other_names.our_key("nothing") is None
+        assert layers.our_key(f"--{word.replace('_', '-')}") == key
+    assert layers.our_key("nothing") is None
 
 
 NOT_ALWAYS_THERE = {"data.path", "schedule.milestones", "schedule.gamma", "data.backend"}

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from paceline.models.precision import Precision
 from PIL import Image
 from torch import nn
 
 from paceline.data.pipeline import Placement
 from paceline.distributed.collectives import Collectives
+from paceline.models.precision import Precision
 from paceline.recipe.load import load_recipe
 from paceline.recipe.training import GradScaler
 from paceline.telemetry.display import Display

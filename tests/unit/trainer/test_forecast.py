@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.batch import Batch
+from paceline.data.batch import Batch, ReadAhead
 from paceline.telemetry.clock import build_step_clock
 from paceline.trainer import forecast as module
-from paceline.trainer.forecast import ReadAhead
 
 Make = Callable[..., Any]
 

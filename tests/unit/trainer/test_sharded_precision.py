@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paceline.models.precision import Precision
 from torch import nn
 
+from paceline.models.precision import Precision
 from paceline.recipe.training import GradScaler
 from paceline_advisor.memory.allocations import COPIES, AllocationTrace
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeGuard
 import numpy as np
 import torch
 
-from paceline.data.batch import Backend, Batch, Nested, Progress
+from paceline.data.batch import Backend, Batch, Nested, Placement, Progress, to_device
 from paceline.data.image.datasets import LARGEST_SMALL_IMAGE, ImageDataset
 from paceline.data.image.feeding import FeedRates
 from paceline.data.image.source import MeasuredSource, SampleSource, SubsetSource, repeated, unrepeated
@@ -25,7 +25,6 @@ from paceline.data.image.transforms import Mixing, Shape, View, has_variation
 from paceline.data.loaders.memory import MemoryBackend, SyntheticBackend
 from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.data.order import StepGeometry, evaluation_rounds, evaluation_slices
-from paceline.data.pipeline import Placement, to_device
 from paceline.data.slices import SampleShapes
 from paceline.data.splits import Source
 from paceline.errors import RecipeError

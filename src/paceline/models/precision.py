@@ -1,19 +1,68 @@
-"""Autocast, loss scaling, and how fp32 matrix products are rounded."""
+"""Autocast, loss scaling, linear layers in fp8, and how fp32 matrix products are rounded.
+
+The network's forward pass alone runs under autocast: what is computed with its answer is computed as written.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from paceline.errors import TrainingError
-from paceline.models.precision import Autocast
+from paceline.errors import ModelError, TrainingError
 from paceline.recipe.training import GradScaler
+
+
+class Autocast:
+    """Calls a network under autocast and returns its answer in float32; attributes are the network's.
+
+    Args:
+        network: The network.
+        autocast: Makes the context of a forward pass.
+    """
+
+    def __init__(self, network: Callable[..., Any], autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._network = network
+        self._autocast = autocast
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Call the network."""
+        with self._autocast():
+            answer = self._network(*args, **options)
+        return in_float32(answer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_network" or name.startswith("__"):  # while it is being copied, it has no network yet
+            raise AttributeError(name)
+        return getattr(self._network, name)
+
+    def applied_to(self, network: Callable[..., Any]) -> Autocast:
+        """Return another network that computes as this one."""
+        return Autocast(network, self._autocast)
+
+
+def in_float32(answer: Any) -> Any:
+    """Convert 16-bit floating-point tensors to float32, also in tuples, lists, dicts and dataclasses."""
+    return tree_map(_converted, answer)
+
+
+def _converted(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        converted = copy.copy(leaf)
+        for each in fields(leaf):
+            object.__setattr__(converted, each.name, in_float32(getattr(leaf, each.name)))  # it may be frozen
+        return converted
+    return leaf
+
 
 # Below this scale every gradient that fp16 can hold is lost: the overflow is in the forward pass, and nothing is
 # learned.
@@ -135,3 +184,38 @@ def set_float32_matmul(name: str) -> None:
         return
     torch.set_float32_matmul_precision(name)
     torch.backends.cudnn.allow_tf32 = name != "highest"
+
+
+# Sizes must be multiples of this for fp8 matrix units.
+_MULTIPLE = 16
+
+
+def fp8_layers(network: nn.Module, *, name: str) -> tuple[str, ...]:
+    """Return the names of the linear layers that support fp8: both sizes are multiples of 16.
+
+    Raises:
+        ModelError: If there is none.
+    """
+    found = tuple(path for path, module in network.named_modules() if _fits(module, path))
+    if not found:
+        raise ModelError(
+            f"train.precision=fp8 has no effect on {name}: none of its linear layers has sizes that are multiples of "
+            f"{_MULTIPLE}; use bf16."
+        )
+    return found
+
+
+def convert_to_fp8(network: nn.Module) -> nn.Module:
+    """Convert those layers to fp8 computation; parameters and keys stay unchanged."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    # Padded, since the weight gradient sums over samples, and an epoch's last batch may have any size.
+    config = Float8LinearConfig(pad_inner_dim=True)
+    converted: nn.Module = convert_to_float8_training(network, config=config, module_filter_fn=_fits)
+    return converted
+
+
+def _fits(module: Any, _: str) -> bool:
+    return (
+        isinstance(module, nn.Linear) and module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
+    )

@@ -1,8 +1,12 @@
-"""Escape names of files, classes and runs, so that a terminal or a spreadsheet never interprets them."""
+"""Text from and for others: parse JSON from untrusted files, and escape the names of files, classes and runs.
+
+A terminal or a spreadsheet never interprets an escaped name.
+"""
 
 from __future__ import annotations
 
 import html
+import json
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -68,3 +72,15 @@ def csv_cell(value: Any) -> Any:
 def text_of_cell(cell: str) -> str:
     """Return the original text of a :func:`csv_cell`."""
     return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
+
+
+def load_json(text: str | bytes | bytearray, **options: Any) -> Any:
+    """Parse one JSON document, as ``json.loads`` does with these options.
+
+    Raises:
+        ValueError: If it is not JSON, not UTF-8, or nested too deeply for Python's parser.
+    """
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
