@@ -104,7 +104,7 @@ def train(
 
 def _write_report(directory: RunDirectory) -> None:
     # Imported only if a run writes one, and its charts with it.
-    from paceline.report.html.page import report_at_the_end
+    from paceline.reports.html.page import report_at_the_end
 
     report_at_the_end(directory)
 
