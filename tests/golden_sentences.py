@@ -8,13 +8,29 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from paceline.errors import PacelineError
 
 SENTENCES = Path(__file__).parent / "golden" / "sentences.txt"
 _LONGEST = 160  # a list of all keys or names is cut, so that a new one changes no sentence
 _FOLDER = re.compile(rf"({re.escape(tempfile.gettempdir())}|/dev/shm)[^ ':]*/")
+
+
+@contextmanager
+def refused(kind: type[PacelineError], **fields: object) -> Iterator[pytest.ExceptionInfo[PacelineError]]:
+    """Assert that the block raises an error of this class with these fields, whose sentence is in the golden file.
+
+    Fields are compared as text, so that a path may be a string, and a duration too.
+    """
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert {name: str(getattr(caught.value, name)) for name in fields} == {k: str(v) for k, v in fields.items()}
+    check_sentence(caught.value)
 
 
 def check_sentence(error: PacelineError) -> None:

@@ -44,6 +44,12 @@ class RecipeError(PacelineError):
     """The recipe, or an override, asks for something that does not exist or has no effect."""
 
 
+def setting_error(key: str, value: object, problem: str) -> RecipeError:
+    """Return the error for the value of a recipe's key: the message begins with both, a duration in quotes."""
+    quote = "'" if " " in (text := str(value)) or "%" in text else ""
+    return RecipeError(f"{key}={quote}{text}{quote} {problem}", key=key, value=value)
+
+
 class DataError(PacelineError):
     """The data is missing, empty, unreadable or not what the recipe says it is."""
 

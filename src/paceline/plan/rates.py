@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import count, takewhile
 from typing import SupportsFloat
 
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, setting_error
 from paceline.plan.epochs import BatchPhase, Epochs
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
@@ -57,29 +57,35 @@ def plan_schedule(recipe: Recipe, epochs: Epochs, total: int) -> Rates:
     batches = [min(phase.global_batch_size, epochs.samples) for phase in epochs.phases]
     peak, *grown = (optimizer.lr * lr_factor(recipe, batch) for batch in batches)
     if schedule.weight_decay.name != "constant" and optimizer.weight_decay == 0:
-        raise RecipeError(
-            f"schedule.weight_decay.name={schedule.weight_decay.name} starts from optimizer.weight_decay, which is 0: "
-            "set that, or leave the schedule out."
+        raise setting_error(
+            "schedule.weight_decay.name",
+            schedule.weight_decay.name,
+            "starts from optimizer.weight_decay, which is 0: set that, or leave the schedule out.",
         )
     warmup = epochs.steps_within("schedule.warmup", schedule.warmup, total)
     decay = 0
     if schedule.name == "trapezoid":
         decay = epochs.steps_within("schedule.decay", schedule.decay, total, at_end=True)
     if warmup + decay > total:
-        raise RecipeError(
-            f"schedule.warmup='{schedule.warmup}' and schedule.decay='{schedule.decay}' are {warmup + decay} steps, "
-            f"longer than the run's {total}; shorten one of them."
+        raise setting_error(
+            "schedule.warmup",
+            schedule.warmup,
+            f"and schedule.decay='{schedule.decay}' are {warmup + decay} steps, longer than the run's {total}; shorten "
+            "one of them.",
         )
     period = schedule.period
     if period is not None and recipe.batch.growth and period.unit in ("epochs", "samples"):
-        raise RecipeError(
-            f"schedule.period='{period}' is not the same number of steps before and after the batch grows "
-            "(batch.growth), and periods are counted in steps; give it in steps or percent."
+        raise setting_error(
+            "schedule.period",
+            period,
+            "is not the same number of steps before and after the batch grows (batch.growth), and periods are counted "
+            "in steps; give it in steps or percent.",
         )
     if schedule.name == "one_cycle" and warmup < 1:
-        raise RecipeError(
-            "schedule.name=one_cycle rises during schedule.warmup, which has no steps here; set it, for example to "
-            "'30%'."
+        raise setting_error(
+            "schedule.name",
+            "one_cycle",
+            "rises during schedule.warmup, which has no steps here; set it, for example to '30%'.",
         )
     return Rates(
         peak_lr=peak,
@@ -153,9 +159,11 @@ def _first_rate(recipe: Recipe, peak: float) -> float | None:
     schedule = recipe.schedule
     if schedule.warmup_from == "unscaled":
         if recipe.optimizer.lr_scaling == "none":
-            raise RecipeError(
-                "schedule.warmup_from=unscaled starts from optimizer.lr before scaling, but optimizer.lr_scaling=none; "
-                "set a rule, or a share of the peak."
+            raise setting_error(
+                "schedule.warmup_from",
+                "unscaled",
+                "starts from optimizer.lr before scaling, but optimizer.lr_scaling=none; set a rule, or a share of the "
+                "peak.",
             )
         return recipe.optimizer.lr
     if schedule.warmup_from != "auto":
@@ -272,7 +280,7 @@ class LearningRate:
             return self._shape(self, step)
         rate: float = call_reference("schedule.name", self.name, self._shape, RecipeError, self, step)
         if not isinstance(rate, SupportsFloat):
-            raise RecipeError(f"schedule.name={self.name} gave a {type(rate).__name__}, not a learning rate.")
+            raise setting_error("schedule.name", self.name, f"gave a {type(rate).__name__}, not a learning rate.")
         return rate
 
     @cached_property
