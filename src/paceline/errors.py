@@ -17,7 +17,7 @@ class PacelineError(Exception):
     The fields hold what a program may need of the message, where the code that raises it knows them.
 
     Attributes:
-        key: The recipe key that it is about, dotted.
+        key: The recipe key that it is about, dotted; of another trainer's recipe, the option.
         value: The value found.
         path: The file or folder that it is about.
         rule: What the value must be, in words that do not depend on the value.
