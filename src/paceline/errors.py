@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
 from pathlib import Path
 
 
@@ -46,12 +47,17 @@ class RecipeError(PacelineError):
 
 def setting_error(key: str, value: object, problem: str) -> RecipeError:
     """Return the error for the value of a recipe's key: the message begins with both, a duration in quotes."""
-    quote = "'" if " " in (text := str(value)) or "%" in text else ""
-    return RecipeError(f"{key}={quote}{text}{quote} {problem}", key=key, value=value)
+    shown = f"'{value}'" if is_dataclass(value) else value
+    return RecipeError(f"{key}={shown} {problem}", key=key, value=value)
 
 
 class DataError(PacelineError):
     """The data is missing, empty, unreadable or not what the recipe says it is."""
+
+
+def data_error(path: str | Path, problem: str) -> DataError:
+    """Return the error for a file or folder of data, which the message begins with."""
+    return DataError(f"{str(path)!r} {problem}", path=path)
 
 
 class ModelError(PacelineError):

@@ -22,6 +22,8 @@ from paceline.checkpoint.store import CheckpointStore, retry_if_replaced, step_o
 from paceline.errors import CheckpointError, NotFiniteError
 from paceline.escaping import one_line
 from paceline.plain_json import load_json
+from paceline.recipe.load import Overrides, stored_recipe
+from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_identity, recorded_runs, recorded_step
 from paceline.records.run_directory import RunDirectory, no_run_message
 from paceline.references import is_ours
@@ -66,6 +68,14 @@ class SavedWeights:
         if type(rank) is not int or rank <= 0 or not isinstance(alpha, int | float):
             return self.state
         return merge_adapters(self.state, rank, alpha, where=str(self.path))
+
+    def recipe(self, overrides: Overrides = ()) -> Recipe:
+        """Return the recipe they were trained with, with overrides.
+
+        Raises:
+            PacelineError: If the file does not say it, or it cannot be used.
+        """
+        return stored_recipe(self.description("recipe"), str(self.path), overrides)
 
     def description(self, key: str) -> dict[str, Any]:
         """Return a JSON entry of the description.

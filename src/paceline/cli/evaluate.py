@@ -16,7 +16,7 @@ from paceline.escaping import one_line
 from paceline.loading import loading
 from paceline.pages.page import Table
 from paceline.pages.shown import Document, Result, Shown
-from paceline.recipe.load import refuse_training_overrides, stored_recipe
+from paceline.recipe.load import refuse_training_overrides
 from paceline.units import metric_unit
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Evaluate:
         from paceline.checkpoint.weights import read_weights
 
         saved = read_weights(self.target, self.weights, best=self.best)
-        return usable_gpus(stored_recipe(saved.description("recipe"), str(saved.path), self.overrides).parallel.device)
+        return usable_gpus(saved.recipe(self.overrides).parallel.device)
 
     def run(self, _: Log) -> Result:
         """Score the weights; a collective of all ranks."""

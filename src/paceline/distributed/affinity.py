@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, setting_error
 from paceline.world import World
 
 _SYS = Path("/sys")
@@ -132,9 +132,11 @@ def assign_cores(mode: str, topology: Topology, local_rank: int, device_nodes: S
     position = sharing.index(local_rank)
     per_process = min(len(cores) // nearby.count(cores) for cores in nearby)
     if mode in ("single_unique", "interleaved", "contiguous") and per_process == 0:
-        raise RecipeError(
-            f"parallel.affinity={mode} gives each process its own core, and there are {len(candidates)} near "
-            f"{len(sharing)} of them; use parallel.affinity=socket, or fewer processes."
+        raise setting_error(
+            "parallel.affinity",
+            mode,
+            f"gives each process its own core, and there are {len(candidates)} near {len(sharing)} of them; use "
+            "parallel.affinity=socket, or fewer processes.",
         )
     chosen = {
         "socket": candidates,
@@ -178,7 +180,7 @@ def choose_cores(mode: str, world: World, device: torch.device, environ: Mapping
     if mode == "none":
         return None
     if not hasattr(os, "sched_setaffinity"):
-        raise RecipeError(f"parallel.affinity={mode} needs Linux; use parallel.affinity=none.")
+        raise setting_error("parallel.affinity", mode, "needs Linux; use parallel.affinity=none.")
     bound = environ.get("SLURM_CPU_BIND_TYPE", "none")
     if "SLURM_STEP_ID" in environ and not bound.startswith("none") and world.local_world_size > 1:
         raise RecipeError(
@@ -195,10 +197,11 @@ def _device_nodes(world: World, device: torch.device, mode: str) -> list[int | N
         return [None] * world.local_world_size
     visible = torch.cuda.device_count()
     if visible < world.local_world_size:
-        raise RecipeError(
-            f"parallel.affinity={mode} needs to see the devices of all {world.local_world_size} processes here, and "
-            f"this one sees {visible}; let every task see all (srun --gpu-bind=none), or use "
-            "parallel.affinity=none."
+        raise setting_error(
+            "parallel.affinity",
+            mode,
+            f"needs to see the devices of all {world.local_world_size} processes here, and this one sees {visible}; "
+            "let every task see all (srun --gpu-bind=none), or use parallel.affinity=none.",
         )
     return [node_of_device(_bus(index)) for index in range(world.local_world_size)]
 

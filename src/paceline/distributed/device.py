@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from paceline.distributed.affinity import CoreAssignment
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, setting_error
 from paceline.machine import available_cores, cpu_name, memory_bytes
 from paceline.plan import MachineFacts
 from paceline.world import World
@@ -46,7 +46,7 @@ def choose_device(requested: str, world: World) -> torch.device:
     # Metal has no collectives: several processes on a Mac train on its CPU.
     choices = ("cuda", "xpu", "mps", "cpu") if world.world_size == 1 else ("cuda", "xpu", "cpu")
     if requested == "mps" and world.world_size > 1:
-        raise RecipeError("parallel.device=mps works with one process only; use one, or parallel.device=cpu.")
+        raise setting_error("parallel.device", "mps", "works with one process only; use one, or parallel.device=cpu.")
     kind = requested if requested != "auto" else next(k for k in choices if is_available(k))
     if not is_available(kind):
         raise RecipeError(

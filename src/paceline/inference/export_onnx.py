@@ -28,7 +28,7 @@ from paceline.escaping import one_form
 from paceline.inference.onnx_predictor import OUTPUT, onnx_session
 from paceline.inference.program import first_line
 from paceline.inference.trained import trained_task
-from paceline.recipe.load import Overrides, set_by, stored_recipe
+from paceline.recipe.load import Overrides, set_by
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.tasks.exportable import Exportable
 
@@ -191,7 +191,7 @@ def calibration_images(saved: SavedWeights, overrides: Overrides, *, trust_code:
     data, where = saved.description("data"), str(saved.path)
     if other := [key for key in set_by(overrides) if not key.startswith("data.")]:
         raise RecipeError(f"override '{other[0]}' has no effect: only data.* selects the images.")
-    recipe = stored_recipe(saved.description("recipe"), where, overrides)
+    recipe = saved.recipe(overrides)
     refuse_foreign_code(saved.description("recipe"), recipe, where, trusted=trust_code)
     statistics: dict[str, Any] = {key: tuple(data[key]) for key in ("mean", "std") if key in data}
     statistics |= {key: data[key] for key in ("image_size", "channels") if key in data}

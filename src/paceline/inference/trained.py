@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from paceline.checkpoint.weights import SavedWeights
 from paceline.errors import RecipeError
-from paceline.recipe.load import stored_recipe
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference, is_same_class
@@ -22,7 +21,7 @@ TaskMaker = Callable[[Recipe], Task]
 
 def trained_recipe(saved: SavedWeights) -> Recipe:
     """Return the weights' training recipe, changed so that building the network downloads and initialises nothing."""
-    recipe = stored_recipe(saved.description("recipe"), str(saved.path))
+    recipe = saved.recipe()
     return replace(recipe.without_initial_weights(), distillation=replace(recipe.distillation, teacher=None))
 
 

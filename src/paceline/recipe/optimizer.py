@@ -6,11 +6,9 @@ import dataclasses
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic.dataclasses import dataclass
 
 from paceline.optimizers import RULES, UNKNOWN_RULE, Rule, optimizers_with
 from paceline.recipe.fields import (
-    STRICT,
     Applies,
     Auto,
     Belongs,
@@ -23,6 +21,7 @@ from paceline.recipe.fields import (
     PositiveFloat,
     PositiveInt,
     Switch,
+    section,
 )
 
 CLASSIFIER = "classifier"
@@ -33,7 +32,7 @@ _NOTHING_SCALED = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class ParameterGroup:
     """Settings of a parameter group that differ from the rest."""
 
@@ -43,7 +42,7 @@ class ParameterGroup:
     """Their weight decay, 0 for none; `auto` does not change it."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Optimizer:
     """The update rule."""
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic.dataclasses import dataclass
 
 from paceline.recipe.fields import (
-    STRICT,
     Applies,
     Auto,
     Fraction,
@@ -18,6 +16,7 @@ from paceline.recipe.fields import (
     NonNegativeFloat,
     Off,
     PositiveFloat,
+    section,
 )
 from paceline.units import Duration
 
@@ -25,7 +24,7 @@ _NOISY = Needs(("schedule.noise.std",), "the learning rate has no noise (schedul
 _WARMED_UP = Needs(("warm-up",), "there is no warm-up (schedule.warmup)")
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Course:
     """A second setting of the optimizer as a function of the step."""
 
@@ -36,7 +35,7 @@ class Course:
     """Its final value."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class RateNoise:
     """Noise on the learning rate, as timm's `--lr-noise`: a new factor for each epoch, drawn around 1."""
 
@@ -50,7 +49,7 @@ class RateNoise:
     """Epochs that begin here or later have no noise."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Schedule:
     """The learning rate and other scheduled settings: pure functions, with no state to save."""
 

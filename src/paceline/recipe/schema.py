@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
-from pydantic.dataclasses import dataclass
 
 from paceline.recipe.data import Data
-from paceline.recipe.fields import STRICT, Applies, Names, parse_integer
+from paceline.recipe.fields import Applies, Names, parse_integer, section
 from paceline.recipe.model import Model
 from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.running import Checkpoint, Evaluate, Parallel, Telemetry
@@ -17,7 +16,7 @@ from paceline.recipe.schedule import Schedule
 from paceline.recipe.training import Batch, Distillation, Train
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Recipe:
     """All settings of a run. Sections have the names of the rooms that act on them."""
 

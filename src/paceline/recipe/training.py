@@ -6,10 +6,8 @@ from itertools import pairwise
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic.dataclasses import dataclass
 
 from paceline.recipe.fields import (
-    STRICT,
     Applies,
     Auto,
     Belongs,
@@ -26,6 +24,7 @@ from paceline.recipe.fields import (
     PositiveFloat,
     PositiveInt,
     Switch,
+    section,
 )
 from paceline.units import Duration
 
@@ -35,7 +34,7 @@ _RAGGED = Needs(
 )
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Batch:
     """Samples per step; absolute, for any number of processes."""
 
@@ -62,7 +61,7 @@ class Batch:
         return {0: self.global_size} | dict(sorted(self.growth.items()))
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class GradScaler:
     """Loss scaling for fp16 (torch.amp.GradScaler)."""
 
@@ -76,7 +75,7 @@ class GradScaler:
     """Steps without overflow before the scale grows."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Train:
     """Duration, precision and loss."""
 
@@ -124,7 +123,7 @@ class Train:
     is measured before the first step."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Distillation:
     """How a network learns from another one, its teacher."""
 

@@ -281,7 +281,7 @@ def _with_all_to_score(request: EvaluationRequest, saved: SavedWeights, recipe: 
     explicit_split = {"data.validation_fraction", "data.split_by", "data.saved_split"} & set(overridden)
     if request.on == "holdout" or "data.path" not in overridden or explicit_split or data.path is None:
         return recipe
-    origin = stored_recipe(saved.description("recipe"), str(saved.path)).data.path
+    origin = saved.recipe().data.path
     is_moved = origin is None or Path(origin).expanduser().resolve() != Path(data.path).expanduser().resolve()
     if not is_moved or data.dataset not in SPLIT_OFF or is_reference(recipe.task):
         return recipe
@@ -298,7 +298,7 @@ def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe, world: World)
         PacelineError: If it held nothing out, or what would be scored may have been trained on.
     """
     task.score_holdout(f"the run of {saved.path}")
-    stored = stored_recipe(saved.description("recipe"), str(saved.path)).data
+    stored = saved.recipe().data
     for key in ("holdout_fraction", "validation_fraction"):
         former, value = getattr(stored, key), getattr(recipe.data, key)
         if former != value:
@@ -315,7 +315,7 @@ def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe, world: World)
 
 def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
     """Return the recipe to score weights with: the recipe they were trained with, plus the overrides."""
-    recipe = stored_recipe(saved.description("recipe"), str(saved.path), overrides)
+    recipe = saved.recipe(overrides)
     # The weights come from the file, so nothing is downloaded or initialised from elsewhere. The numerics are the
     # run's, unless an override changes them.
     recipe = recipe.without_initial_weights()

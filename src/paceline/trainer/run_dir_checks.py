@@ -50,6 +50,7 @@ from paceline.records.run_directory import (
     Identity,
     RunDirectory,
     file_error,
+    file_operation,
     sync_directory,
     write_identity,
     write_json,
@@ -76,10 +77,8 @@ def check_visible(root: Path, collectives: Collectives, *, patience_seconds: flo
 
     def write() -> str:
         word = _lock_owner()
-        try:
+        with file_operation("write", mark):
             mark.write_text(word)
-        except OSError as error:
-            raise file_error("write", mark, error) from error
         return word
 
     written = collectives.on_rank_zero(write)
@@ -371,10 +370,8 @@ class RunLock:
     def __init__(self, directory: RunDirectory, *, is_new: bool = False) -> None:
         self._root, self._is_new = directory.root, is_new
         path = directory.root / ".lock"
-        try:
+        with file_operation("open", path):
             self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
-        except OSError as error:
-            raise file_error("open", path, error) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

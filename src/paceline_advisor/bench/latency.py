@@ -27,7 +27,7 @@ from paceline.errors import PacelineError, RecipeError
 from paceline.inference.predict import load_predictor
 from paceline.metrics.intervals import part_means, quantile, rate_interval
 from paceline.plan.compute import resolve_channels_last, resolve_precision
-from paceline.recipe.load import load_recipe, stored_recipe
+from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.references import is_code_trusted
 from paceline.trainer.network import build_network
@@ -96,7 +96,7 @@ def measure_latency(options: Bench, log: Callable[[str], None]) -> tuple[str, Re
         if options.overrides:
             raise RecipeError(f"overrides change recipes, but '{target}' holds saved weights; leave them out.")
         saved = read_weights(target, options.weights)
-        name, recipe = f"{target} ({saved.weights})", stored_recipe(saved.description("recipe"), str(saved.path))
+        name, recipe = f"{target} ({saved.weights})", saved.recipe()
     else:
         loaded = load_recipe(options.recipe, options.overrides)
         name, recipe = loaded.name, loaded.recipe

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from paceline.data.image.dataset import DatasetRequest, Statistics, StoredImages, pixel_images
 from paceline.data.image.source import ArraySource, with_channels
 from paceline.dataset_registry import dataset
-from paceline.errors import RecipeError
+from paceline.errors import setting_error
 
 _KEY = 0x66696775
 _SIZE = 32
@@ -56,7 +56,7 @@ def open_figures(request: DatasetRequest) -> StoredImages:
     """
     data, channels = request.data, request.channels or 1
     if not request.several_labels:
-        raise RecipeError("data.dataset=figures has any number of labels per image: use task=image_multilabel.")
+        raise setting_error("data.dataset", "figures", "has any number of labels per image: use task=image_multilabel.")
 
     def source(first: int, count: int) -> ArraySource:
         images, labels = draw_figures(first, count)

@@ -28,7 +28,7 @@ from paceline.data.image.mapped import ByteRanges, MappedBytes, MappedFile, Mapp
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import Ids, Image, Names, SampleSource, with_channels
 from paceline.dataset_registry import dataset
-from paceline.errors import DataError
+from paceline.errors import DataError, data_error
 from paceline.files import refuse_special_inputs
 from paceline.plain_json import load_json
 
@@ -213,20 +213,19 @@ def read_manifest(root: Path) -> Manifest:
         tree = load_json(path.read_bytes())
     except FileNotFoundError as error:
         if (root / UNFINISHED).is_dir():
-            raise DataError(
-                f"{str(root)!r} is an unfinished packed dataset: run the same `paceline pack` command again to resume "
-                "it."
+            raise data_error(
+                root,
+                "is an unfinished packed dataset: run the same `paceline pack` command again to resume it.",
             ) from error
         problem = f"has no {MANIFEST}" if root.is_dir() else "is not a directory"
-        raise DataError(
-            f"{str(root)!r} is not a packed dataset: it {problem}; make one with `paceline pack SOURCE DEST`."
-        ) from error
+        problem = f"is not a packed dataset: it {problem}; make one with `paceline pack SOURCE DEST`."
+        raise data_error(root, problem) from error
     except (OSError, ValueError) as error:
         raise _damaged(path, str(error)) from error
     version = str(tree.pop("format", "")) if isinstance(tree, dict) else ""
     if version != FORMAT and version.startswith(FORMAT.rstrip("0123456789")):
         reason = f"has the format {version!r}, and this version of Paceline reads {FORMAT!r}"
-        raise DataError(f"{str(path)!r} {reason}: use the version that wrote it, or pack the source again elsewhere.")
+        raise data_error(path, f"{reason}: use the version that wrote it, or pack the source again elsewhere.")
     if version != FORMAT or tree.pop("sha256", None) != _own_digest(tree):
         raise _damaged(path, "its content does not match its digest")
     try:
@@ -237,7 +236,7 @@ def read_manifest(root: Path) -> Manifest:
 
 
 def _damaged(path: Path, reason: str) -> DataError:
-    return DataError(f"{str(path)!r} is damaged ({reason}): pack the source again.")
+    return data_error(path, f"is damaged ({reason}): pack the source again.")
 
 
 def _own_digest(tree: dict[str, Any]) -> str:
@@ -436,4 +435,4 @@ def _check_index(root: Path, manifest: Manifest, labels: Ids, ranges: ByteRanges
 
 
 def _incomplete(path: Path, reason: str) -> DataError:
-    return DataError(f"{str(path)!r} {reason}: the packed dataset is damaged; copy it again, or pack the source again.")
+    return data_error(path, f"{reason}: the packed dataset is damaged; copy it again, or pack the source again.")
