@@ -98,7 +98,9 @@ class VersionError(UnreadableError, RunDirectoryError):
         """Return the error for a file with the version found in it."""
         return cls(
             f"'{path}' has the format version {version}, which this version of Paceline cannot read; nothing was "
-            "changed. Use the version of Paceline that wrote it."
+            "changed. Use the version of Paceline that wrote it.",
+            value=version,
+            path=str(path),
         )
 
 

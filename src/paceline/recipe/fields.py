@@ -167,7 +167,7 @@ class Belongs:
 def section(kind: type[T]) -> type[T]:
     """Make a class a section of the recipe: unknown keys are refused, and `2019` is text where text is expected."""
     config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
-    return checked_dataclass(frozen=True, kw_only=True, config=config)(kind)
+    return checked_dataclass(frozen=True, kw_only=True, config=config)(kind)  # type: ignore[return-value]  # still T
 
 
 def plain(value: Any) -> Any:

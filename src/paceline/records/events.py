@@ -23,7 +23,6 @@ from paceline.errors import RunDirectoryError
 from paceline.plain_json import load_json
 from paceline.records.run_directory import (
     encode_json,
-    file_error,
     file_operation,
     refuse_special_file,
     sync_directory,
@@ -387,12 +386,9 @@ def truncate_after(path: Path, position: int) -> int:
         RunDirectoryError: If a line other than the last is not an event.
     """
     refuse_special_file(path)
-    try:
+    lines = list[bytes]()
+    with file_operation("read", path), contextlib.suppress(FileNotFoundError):
         lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return 0
-    except OSError as error:
-        raise file_error("read", path, error) from error
     kept: list[bytes] = []
     for number, line in enumerate(lines, start=1):
         event = parse_line(line, path, number, is_last=number == len(lines))

@@ -16,6 +16,7 @@ becomes visible. A kill can tear the last record: it is ignored when reading and
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import heapq
 import io
@@ -36,7 +37,7 @@ from numpy.typing import ArrayLike, NDArray
 from paceline.errors import RunDirectoryError
 from paceline.records.events import AppendFile, detach
 from paceline.records.reader import LedgerFacts
-from paceline.records.run_directory import file_error, file_operation, refuse_special_file, write_bytes
+from paceline.records.run_directory import file_operation, refuse_special_file, write_bytes
 
 _MAGIC = b"PLED"
 _HEADER = struct.Struct("<4sIIQII")
@@ -181,12 +182,10 @@ def ledger_files(directory: Path) -> list[Path]:
     Raises:
         RunDirectoryError: If the folder cannot be read.
     """
-    try:  # not Path.glob: it takes a folder that must not be read for an empty one
+    with file_operation("read", directory, noun="folder"), contextlib.suppress(FileNotFoundError):
+        # Not Path.glob: it takes a folder that must not be read for an empty one.
         return [directory / name for name in sorted(os.listdir(directory)) if fnmatch(name, "rank-*.ids")]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise file_error("read", directory, error, noun="folder") from error
+    return []
 
 
 def read_ledger(path: Path) -> Iterator[Entry]:

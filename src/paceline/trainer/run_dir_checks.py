@@ -147,7 +147,8 @@ def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[Damaged
         if others and others[0][1] == count:
             raise RunDirectoryError(
                 f"'{directory.root}' has no readable run.json, and its checkpoints and records belong to different "
-                f"runs: {run} and {others[0][0]}. Restore run.json from a copy, or move the other run's files away."
+                f"runs: {run} and {others[0][0]}. Restore run.json from a copy, or move the other run's files away.",
+                path=directory.root,
             )
         identity = Identity(run)
     for step, manifest in manifests.items():
@@ -194,7 +195,9 @@ def prepare_resume(directory: RunDirectory, requested: Path | None, request: Res
     facts = {} if choice.path is None else read_manifest(choice.path).facts
     for name in ("position", "samples") if choice.path else ():
         if type(facts.get(name)) is not int:
-            raise CheckpointError(f"{choice.path} says {name!r} is {facts.get(name)!r}, expected a whole number.")
+            raise CheckpointError(
+                f"{choice.path} says {name!r} is {facts.get(name)!r}, expected a whole number.", path=choice.path
+            )
     position = facts["position"] if facts else -1
     if position > request.plan.total_steps:
         raise RunDirectoryError(
@@ -241,8 +244,9 @@ def _check_choice(directory: RunDirectory, choice: ResumePoint, foreign: list[Da
     for each in reversed(foreign):
         if choice.path is None or each.step == choice.step:
             raise CheckpointError(
-                f"{each.path} is a checkpoint of another run than '{directory.root}': {each.reason}. Put the run's own "
-                "checkpoints back, or train in another run directory."
+                f"{each.path} is a checkpoint of another run than '{directory.root}': {each.reason}. Put the run's "
+                "own checkpoints back, or train in another run directory.",
+                path=each.path,
             )
     if choice.path is None:
         _check_none_missing(directory)
@@ -253,7 +257,8 @@ def _check_none_missing(directory: RunDirectory) -> None:
         raise CheckpointError(
             f"records in '{directory.root}' ({', '.join(records)}) say that the run has advanced, but "
             f"{directory.checkpoints} holds none of its checkpoints; nothing was changed. Bring them back (is their "
-            "disk mounted?), or begin again in another run directory."
+            "disk mounted?), or begin again in another run directory.",
+            path=directory.root,
         )
 
 
@@ -431,8 +436,9 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
         )
     if request.resume == "never" and CheckpointStore(directory.checkpoints).steps():
         raise RunDirectoryError(
-            f"'{directory.root}' holds a run already, but resume=never was given; choose another run directory, "
-            "or leave resume out to continue it."
+            f"'{directory.root}' holds a run already, but resume=never was given; choose another run directory, or "
+            "leave resume out to continue it.",
+            path=directory.root,
         )
     check_links(directory)
     if requested is None and _is_complete(directory, request):
@@ -487,7 +493,8 @@ def check_links(directory: RunDirectory) -> None:
         if path.is_symlink() and not path.exists():
             raise RunDirectoryError(
                 f"'{path}' is a link to '{os.readlink(path)}', which does not exist; nothing was changed. Mount its "
-                "disk, or correct the link."
+                "disk, or correct the link.",
+                path=path,
             )
 
 
@@ -540,11 +547,13 @@ def _start_new(directory: RunDirectory, request: ResumeRequest) -> ResumeDecisio
     if not directory.exists() and (records := records_of_progress(directory)):
         raise RunDirectoryError(
             f"'{root}' holds records of a run ({', '.join(records)}), but no recipe.yaml; restore it from a copy, or "
-            "choose another directory."
+            "choose another directory.",
+            path=root,
         )
     if not directory.exists() and any(name not in _OWN_FILES and not name.startswith(_OWN_PREFIXES) for name in names):
         raise RunDirectoryError(
-            f"'{root}' is not empty and holds no Paceline run (no recipe.yaml); choose a new or empty directory."
+            f"'{root}' is not empty and holds no Paceline run (no recipe.yaml); choose a new or empty directory.",
+            path=root,
         )
     if request.resume not in ("auto", "never"):
         other_run = Path(request.resume).parent.parent
@@ -594,12 +603,13 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
     elsewhere = "in another run directory" if address is None else "at another address (checkpoint.mirror)"
     stored = stored_recipe(reader.read_recipe(directory), str(directory.recipe))
     if changed := fixed_differences(stored, request.recipe):
-        if address is not None:
-            raise RunDirectoryError(f"{where} holds a copy of a run of another recipe: {changed}. Start {elsewhere}.")
-        raise RunDirectoryError(
-            f"{where} holds a run of another recipe: {changed}. Choose another run directory, or repeat its own "
-            f"recipe: paceline train {directory.recipe} --run-dir {directory.root}"
-        )
+        problem = f"{where} holds a copy of a run of another recipe: {changed}. Start {elsewhere}."
+        if address is None:
+            problem = (
+                f"{where} holds a run of another recipe: {changed}. Choose another run directory, or repeat its own "
+                f"recipe: paceline train {directory.recipe} --run-dir {directory.root}"
+            )
+        raise RunDirectoryError(problem, path=directory.root)
     plan = reader.read_plan_to_resume(directory)
     fixed = _FIXED_PLAN_VALUES | (_FIXED_IF_EXACT if plan["strategy"] == "exact" else {})
     for number, key in fixed.items():
@@ -611,7 +621,9 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
         if old != new:
             raise RunDirectoryError(
                 f"the run in {where} has {number}={old}, but here it would be {new}; it can only resume with the same "
-                f"value (see {key})."
+                f"value (see {key}).",
+                key=key,
+                value=new,
             )
     old_config, new_config = plan.get("network_config") or {}, request.plan.network_config or {}
     changed_keys = sorted(
@@ -638,7 +650,7 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
                 pixels=request.plan.reasons.get("data.content_digest", "other pixels"),
                 teacher=request.recipe.distillation.teacher,
             )
-            raise RunDirectoryError(f"{problem}, or start {elsewhere}.")
+            raise RunDirectoryError(f"{problem}, or start {elsewhere}.", key=key, value=new_fact)
 
 
 _NUMERICS_DIFFER = "the same samples, but not the same bits"

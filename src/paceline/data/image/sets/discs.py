@@ -6,6 +6,7 @@ corner, and ``radius``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,19 +47,33 @@ def open_discs(request: DatasetRequest) -> StoredImages:
     Raises:
         DataError: If a target does not exist.
     """
-    data, channels = request.data, request.channels or 1
-    names = data.target_columns or _NUMBERS
+    names = request.data.target_columns or _NUMBERS
     if unknown := [name for name in names if name not in _NUMBERS]:
         raise DataError(
             f"data.target_columns names {unknown[0]!r}, but the numbers of a disc are {', '.join(_NUMBERS)}."
             f"{did_you_mean(unknown[0], _NUMBERS)}"
         )
 
-    def source(first: int, count: int) -> ArraySource:
+    def draw(first: int, count: int) -> tuple[NDArray[np.uint8], NDArray[Any]]:
         images, numbers = draw_discs(first, count)
-        targets: NDArray[Any] = numbers[:, [_NUMBERS.index(name) for name in names]]
-        return ArraySource(with_channels(images, channels), targets, "discs")
+        return images, numbers[:, [_NUMBERS.index(name) for name in names]]
 
-    splits = [source(0, data.samples), source(data.samples, max(1, data.samples // 10))]
-    statistics = Statistics((0.2,) * channels, (0.23,) * channels, "of the discs")
+    return open_drawn(request, draw, names, "discs")
+
+
+def open_drawn(
+    request: DatasetRequest,
+    draw: Callable[[int, int], tuple[NDArray[np.uint8], NDArray[Any]]],
+    names: tuple[str, ...],
+    title: str,
+) -> StoredImages:
+    """Open images drawn on noise, by their first number and their count; an additional tenth is held out."""
+    samples, channels = request.data.samples, request.channels or 1
+
+    def source(first: int, count: int) -> ArraySource:
+        images, targets = draw(first, count)
+        return ArraySource(with_channels(images, channels), targets, title)
+
+    splits = [source(0, samples), source(samples, max(1, samples // 10))]
+    statistics = Statistics((0.2,) * channels, (0.23,) * channels, f"of the {title}")
     return pixel_images(request, splits, classes=names, statistics=statistics)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.dataset import DatasetRequest, Statistics, StoredImages, pixel_images
-from paceline.data.image.source import ArraySource, with_channels
+from paceline.data.image.dataset import DatasetRequest, StoredImages
+from paceline.data.image.sets.discs import open_drawn
 from paceline.dataset_registry import dataset
 from paceline.errors import setting_error
 
@@ -54,14 +54,6 @@ def open_figures(request: DatasetRequest) -> StoredImages:
     Raises:
         RecipeError: If the task needs one class per image.
     """
-    data, channels = request.data, request.channels or 1
     if not request.several_labels:
         raise setting_error("data.dataset", "figures", "has any number of labels per image: use task=image_multilabel.")
-
-    def source(first: int, count: int) -> ArraySource:
-        images, labels = draw_figures(first, count)
-        return ArraySource(with_channels(images, channels), labels, "figures")
-
-    splits = [source(0, data.samples), source(data.samples, max(1, data.samples // 10))]
-    statistics = Statistics((0.2,) * channels, (0.23,) * channels, "of the figures")
-    return pixel_images(request, splits, classes=_FIGURES, statistics=statistics)
+    return open_drawn(request, draw_figures, _FIGURES, "figures")

@@ -16,7 +16,7 @@ import json
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,10 +46,16 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 # Not a path: only a file name in this directory.
 FileName = Annotated[str, Field(pattern=r"^[a-z]+(-\d+)?\.arrow$")]
 
-_STRICT: Any = {"extra": "forbid"}
+T = TypeVar("T")
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def _checked(kind: type[T]) -> type[T]:
+    made = checked_dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})(kind)
+    return made  # type: ignore[return-value]  # still T
+
+
+@_checked
 class FileFacts:
     """A file of the dataset.
 
@@ -67,7 +73,7 @@ class FileFacts:
 ColumnType = Literal["<i4", "<i8", "|u1"]
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+@_checked
 class Column:
     """Position of an index column in its file.
 
@@ -82,7 +88,7 @@ class Column:
     count: Count
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+@_checked
 class LeftOut:
     """An unreadable image of the source, left out on request."""
 
@@ -91,7 +97,7 @@ class LeftOut:
     reason: str
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+@_checked
 class Form:
     """Storage format of images.
 
@@ -110,7 +116,7 @@ class Form:
     size: Annotated[int, Field(gt=0)] | None = None
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+@_checked
 class Origin:
     """The source of a packed dataset.
 
@@ -129,7 +135,7 @@ class Origin:
     std: tuple[float, ...] | None = None
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+@_checked
 class Manifest:
     """The content of ``packed.json``.
 
