@@ -51,8 +51,8 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def _checked(kind: type[T]) -> type[T]:
-    made = checked_dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})(kind)
-    return made  # type: ignore[return-value]  # still T
+    config: Any = {"extra": "forbid"}
+    return checked_dataclass(frozen=True, kw_only=True, config=config)(kind)  # type: ignore[return-value]  # still T
 
 
 @_checked
