@@ -22,15 +22,17 @@ _FOLDER = re.compile(rf"({re.escape(tempfile.gettempdir())}|/dev/shm)[^ ':]*/")
 
 
 @contextmanager
-def refused(kind: type[PacelineError], **fields: object) -> Iterator[pytest.ExceptionInfo[PacelineError]]:
+def raises(kind: type[PacelineError], **fields: object) -> Iterator[pytest.ExceptionInfo[PacelineError]]:
     """Assert that the block raises an error of this class with these fields, whose sentence is in the golden file.
 
-    Fields are compared as text, so that a path may be a string, and a duration too.
+    Fields are compared as text, so that a duration may be given as a string; of a relative ``path`` only its end.
     """
     with pytest.raises(kind) as caught:
         yield caught
-    assert {name: str(getattr(caught.value, name)) for name in fields} == {k: str(v) for k, v in fields.items()}
-    check_sentence(caught.value)
+    found, path = caught.value, str(fields.pop("path", ""))
+    assert {name: str(getattr(found, name)) for name in fields} == {name: str(each) for name, each in fields.items()}
+    assert not path or str(found.path) == path or Path(str(found.path)).match(path), found.path
+    check_sentence(found)
 
 
 def check_sentence(error: PacelineError) -> None:

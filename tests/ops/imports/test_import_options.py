@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from golden_sentences import refused
+from golden_sentences import raises
 
 from paceline.errors import RecipeError
 from paceline_ops.imports.command import read_source
@@ -80,7 +80,7 @@ def test_a_beginning_of_only_one_option_is_that_option(table: Table, word: str) 
     ],
 )
 def test_what_does_not_fit_is_named(table: Table, given: Any, key: str | None, rule: str | None) -> None:
-    with refused(RecipeError, key=key, rule=rule):
+    with raises(RecipeError, key=key, rule=rule):
         table.read_tree(given) if isinstance(given, dict) else table.read_words(given)
 
 
@@ -159,5 +159,5 @@ def test_what_is_neither_command_nor_file_is_refused(
     monkeypatch.chdir(tmp_path)
     if text is not None:
         Path(words).write_text(text)
-    with refused(RecipeError, **fields):
+    with raises(RecipeError, **fields):
         read_source(words.split(), *SCRIPTS)

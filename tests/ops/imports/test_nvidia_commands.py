@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from converted_recipes import check_keys, load, plan_of
-from golden_sentences import check_sentence, refused
+from golden_sentences import check_sentence, raises
 
 from paceline.errors import RecipeError
 from paceline.recipe.load import load_recipe
@@ -118,7 +118,7 @@ def test_beginnings_of_options_are_read_as_their_scripts_have_them(tmp_path: Pat
     )
     recipe = load(convert(command), tmp_path).recipe
     assert (recipe.optimizer.momentum, recipe.data.workers, str(recipe.train.until)) == (0.875, 5, "30 epochs")
-    with refused(RecipeError, value="$FLAGS", rule="values"):
+    with raises(RecipeError, value="$FLAGS", rule="values"):
         convert(f"{command} $FLAGS")
 
 
@@ -153,7 +153,7 @@ def test_an_option_becomes_keys(words: str, keys: dict[str, object], tmp_path: P
     ],
 )
 def test_what_cannot_be_converted_says_why(command: str, key: str | None, value: str | None) -> None:
-    with refused(RecipeError, key=key, value=value):
+    with raises(RecipeError, key=key, value=value):
         convert(command)
 
 

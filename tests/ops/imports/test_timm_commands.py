@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from converted_recipes import check_keys, load, plan_of
-from golden_sentences import check_sentence, refused
+from golden_sentences import check_sentence, raises
 
 from paceline.errors import RecipeError
 from paceline.recipe.load import load_recipe
@@ -137,7 +137,7 @@ def test_a_file_with_every_option_at_its_default_sets_none() -> None:
     ],
 )
 def test_numbers_that_others_are_worked_out_from_have_a_least(words: str, key: str) -> None:
-    with refused(RecipeError, key=key):
+    with raises(RecipeError, key=key):
         convert(f"train.py /d {words}")
 
 
@@ -248,7 +248,7 @@ def test_where_a_script_sends_its_output_is_no_option(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_must_be_an_option() -> None:
-    with refused(RecipeError, key="--skip", value="nosuch"):
+    with raises(RecipeError, key="--skip", value="nosuch"):
         convert("train.py /d", skipped=["nosuch"])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from golden_sentences import refused
+from golden_sentences import raises
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,7 +35,7 @@ def plan(*overrides: str, machine: MachineFacts = CPU, world_size: int = 1, samp
 def refusal(override: str, *more: str, machine: MachineFacts = CPU) -> RecipeError:
     """The error about the first override, whose sentence is in the golden file."""
     key, _, value = override.partition("=")
-    with refused(RecipeError, key=key, value=value) as caught:
+    with raises(RecipeError, key=key, value=value) as caught:
         plan(override, *more, machine=machine)
     return caught.value
 

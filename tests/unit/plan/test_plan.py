@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from golden_sentences import refused
+from golden_sentences import raises
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -41,7 +41,7 @@ def plan(*overrides: str, world_size: int = 1, machine: MachineFacts = CPU, **fa
 
 def found_in(key: str, *overrides: str, value: Any = None, **world: Any) -> None:
     """Check that a recipe is refused for one key, with its value unless the key alone is named."""
-    with refused(RecipeError, key=key, value=value):
+    with raises(RecipeError, key=key, value=value):
         plan(*overrides, **world)
 
 

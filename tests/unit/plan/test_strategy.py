@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from golden_sentences import refused
+from golden_sentences import raises
 
 from paceline.errors import RecipeError
 from paceline.plan import DataFacts, MachineFacts, NetworkFacts, ParameterNumbers, Plan, make
@@ -99,16 +99,16 @@ def test_what_was_asked_for_stays() -> None:
     ],
 )
 def test_what_does_not_go_with_it_is_refused(overrides: list[str], key: str) -> None:
-    with refused(RecipeError, key=key):
+    with raises(RecipeError, key=key):
         plan(recipe("parallel.strategy=fsdp", *overrides))
     large = ParameterNumbers(10**11, 10**11)
     requested = recipe(*overrides)
-    with refused(RecipeError, key=key):
+    with raises(RecipeError, key=key):
         plan(requested, large)
 
 
 def test_one_process_has_nobody_to_share_with() -> None:
-    with refused(RecipeError, key="parallel.strategy", value="fsdp"):
+    with raises(RecipeError, key="parallel.strategy", value="fsdp"):
         plan(recipe("parallel.strategy=fsdp"), world_size=1)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden_sentences import refused
+from golden_sentences import raises
 from torch import nn
 
 from paceline.errors import RecipeError
@@ -61,5 +61,5 @@ def test_with_something_to_scale_nothing_is_said(name: str, more: dict[str, Any]
 
 def test_an_override_that_means_nothing_is_refused() -> None:
     loaded = load_recipe("digits", {"optimizer": None, "optimizer.name": "lars"})
-    with refused(RecipeError, key="optimizer.name", rule="with effect"):
+    with raises(RecipeError, key="optimizer.name", rule="with effect"):
         loaded.checked(unused(loaded.recipe))
