@@ -129,12 +129,11 @@ def check_some_text(source: str, train: Documents, validation: Documents) -> Non
         return
     if train or not any(text for _, text in validation):
         empty = f"{len(train):,} document(s) to learn from" if train else f"{len(validation):,} document(s)"
-        raise DataError(f"{source} has no text to learn from: its {empty} are empty; check data.path.", path=source)
+        raise DataError(f"{source} has no text to learn from: its {empty} are empty; check data.path.")
     raise DataError(
         f"{source} has no text to learn from: all {len(validation):,} document(s) fell into the held-out share "
         "(data.validation_fraction), which is drawn by their names; choose yourself with train/ and val/, give more "
         "documents, or hold out none with data.validation_fraction=0.",
-        path=source,
     )
 
 

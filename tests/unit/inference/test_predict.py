@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from golden_sentences import raises
 from PIL import Image
 from torch import nn
 
@@ -87,7 +88,13 @@ def test_a_task_given_in_python_is_found_by_its_class(trained: Callable[..., Pat
     from flat_task import Flat  # type: ignore[import-not-found]  # written by the fixture
 
     run = trained(Flat)
-    with pytest.raises(RecipeError, match="task=flat_task:Flat"):
+    with raises(
+        RecipeError,
+        key="task",
+        value="flat_task:Flat",
+        path="checkpoints/step-00000002/ema.safetensors",
+        rule="no code",
+    ):
         load_predictor(run)
     found = probabilities(load_predictor(run, trust_code=True), own / "picture.png")
     assert found == pytest.approx(expected(run, own / "picture.png"), rel=1e-4)
