@@ -197,14 +197,10 @@ def test_the_plan_says_of_what_has_no_effect_that_it_is_not_used(recipe: Path) -
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"model.name": "bert"}, r"bert sees later tokens.* choose model.name=gpt, or the other objective"),
-        ({"data.text.objective": "masked"}, r"gpt sees only earlier tokens.* choose model.name=bert"),
-    ],
+    ("overrides", "name"), [({"model.name": "bert"}, "bert"), ({"data.text.objective": "masked"}, "gpt")]
 )
-def test_a_network_that_cannot_do_what_is_asked_is_told(recipe: Path, overrides: dict[str, Any], message: str) -> None:
-    with pytest.raises(PacelineError, match=message):
+def test_a_network_that_cannot_do_what_is_asked_is_told(recipe: Path, overrides: dict[str, Any], name: str) -> None:
+    with raises(PacelineError, key="model.name", value=name):
         task_of(recipe, overrides).build_model()
 
 

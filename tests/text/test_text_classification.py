@@ -166,17 +166,11 @@ def test_a_folder_s_weights_are_loaded_and_its_classifier_is_new(checkpoint: Pat
     torch.manual_seed(1)
     again = build_text_classifier(model, vocabulary=24, context=24, classes=3, pad=0)
     assert torch.equal(again.state_dict()["classifier.weight"], own["classifier.weight"])
-    for wrong, said in (
-        (
-            Model(name=model.name, pretrained=True, options={"num_hidden_layers": 2}),
-            "no weights for bert.encoder.layer.1",
-        ),
-        (
-            Model(name="transformers:bert", pretrained=True),
-            "an architecture without weights. Set model.name to transformers:FOLDER",
-        ),
+    for wrong in (
+        Model(name=model.name, pretrained=True, options={"num_hidden_layers": 2}),
+        Model(name="transformers:bert", pretrained=True),
     ):
-        with pytest.raises(PacelineError, match=re.escape(said)):
+        with raises(ModelError, key="model.pretrained", value=True):
             build_text_classifier(wrong, vocabulary=24, context=24, classes=3, pad=0)
 
 

@@ -100,19 +100,19 @@ def test_recomputed_blocks_are_its_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "said"),
+    ("kind", "options", "key"),
     [
-        ("gptt2", {}, r"Did you mean.*gpt2"),
-        ("gpt2", {"n_leyer": 3}, r"n_leyer is not a key.*n_layer"),
-        ("gpt2", {"model_type": "llama"}, "model_type is not a key"),
-        ("gpt2", {"n_layer": "three"}, "do not fit gpt2"),
-        ("gpt2", {"vocab_size": 7}, "vocabulary of 7 tokens"),
-        ("gpt2", {"n_positions": 8}, r"8 positions \(n_positions\)"),
-        ("albert", {}, "masked language models only"),
+        ("gptt2", {}, "model.name"),
+        ("gpt2", {"n_leyer": 3}, "model.options"),
+        ("gpt2", {"model_type": "llama"}, "model.options"),
+        ("gpt2", {"n_layer": "three"}, "model.options"),
+        ("gpt2", {"vocab_size": 7}, "model.name"),
+        ("gpt2", {"n_positions": 8}, "model.name"),
+        ("albert", {}, "model.name"),
     ],
 )
-def test_mistakes_are_named(kind: str, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ModelError, match=said):
+def test_mistakes_are_named(kind: str, options: dict[str, Any], key: str) -> None:
+    with raises(ModelError, key=key):
         built(kind, **options)
 
 

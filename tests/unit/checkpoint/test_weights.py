@@ -132,22 +132,15 @@ def test_weights_of_another_run_are_not_taken(store: CheckpointStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("absent", r"there is no run directory '.*absent'; give a run directory, a checkpoint directory"),
-        ("absent.safetensors", r"there is no file '.*absent.safetensors'; give a run directory"),
-        ("run/checkpoints/step-00000099", r"there is no checkpoint '.*step-00000099'; give a run directory"),
-        ("empty", r"'.*empty' holds no run \(no recipe.yaml\); give a run directory"),
-        ("begun", r"'.*begun' holds no checkpoint.*; give a run that has saved one"),
-        ("begun/checkpoints", r"'.*checkpoints' holds no checkpoint.*; give a run that has saved one"),
-    ],
+    "target",
+    ["absent", "absent.safetensors", "run/checkpoints/step-00000099", "empty", "begun", "begun/checkpoints"],
 )
-def test_what_does_not_exist_is_refused(tmp_path: Path, target: str, message: str) -> None:
+def test_what_does_not_exist_is_refused(tmp_path: Path, target: str) -> None:
     for name in ("empty", "begun"):
         (tmp_path / name).mkdir()
     (tmp_path / "begun" / "recipe.yaml").write_text("")
     (tmp_path / "begun" / "checkpoints").mkdir()
-    with pytest.raises(CheckpointError, match=message):
+    with raises(CheckpointError, path=tmp_path / target):
         read_weights(tmp_path / target)
 
 

@@ -77,7 +77,7 @@ def expected(run: Path, picture: Path) -> list[float]:
 @pytest.mark.parametrize("name", ["flat_task:Flat", "flat_task:flat"])
 def test_a_task_that_builds_another_network_predicts_with_that_network(trained: Any, own: Path, name: str) -> None:
     run = trained(name)
-    with pytest.raises(RecipeError, match=f"names code to import, task={name}; .* add --trust-code"):
+    with raises(RecipeError, key="task", value=name, rule="no code"):
         load_predictor(run)
     found = probabilities(load_predictor(run, trust_code=True), own / "picture.png")
     assert found == pytest.approx(expected(run, own / "picture.png"), rel=1e-4)
