@@ -11,11 +11,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from paceline.errors import PacelineError
 
+E = TypeVar("E", bound=PacelineError)
 SENTENCES = Path(__file__).parent / "golden" / "sentences.txt"
 _LONGEST = 160  # a list of all keys or names is cut, so that a new one changes no sentence
 # Temporary folders and the identities of runs.
@@ -23,7 +25,7 @@ _CHANGING = re.compile(rf"({re.escape(tempfile.gettempdir())}|/dev/shm)[^ ':]*/|
 
 
 @contextmanager
-def raises(kind: type[PacelineError], **fields: object) -> Iterator[pytest.ExceptionInfo[PacelineError]]:
+def raises(kind: type[E], **fields: object) -> Iterator[pytest.ExceptionInfo[E]]:
     """Assert that the block raises an error of this class with these fields, whose sentence is in the golden file.
 
     Fields are compared as text, so that a duration may be given as a string; of a relative ``path`` only its end.
