@@ -90,7 +90,7 @@ def hub_metadata(path: Path) -> dict[str, str]:
     file, weights_file = path / CONFIG, hub_weights_file(path)
     with reporting_disk_errors("read", file):
         if file.stat().st_size > _MAX_CONFIG_BYTES:
-            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, far more than a {CONFIG} needs.", path=file)
+            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, far more than a {CONFIG} needs.")
         content = read_regular_file(file)
     try:
         config = load_json(content)

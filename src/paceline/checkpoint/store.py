@@ -367,7 +367,7 @@ class CheckpointStore:
             manifest = verify(path)
             if manifest.step != step_of(path):
                 raise CheckpointError(
-                    f"{path} is not a whole checkpoint: {MANIFEST}: it was saved at step {manifest.step}.", path=path
+                    f"{path} is not a whole checkpoint: {MANIFEST}: it was saved at step {manifest.step}."
                 )
             return path
 

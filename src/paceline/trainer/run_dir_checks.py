@@ -195,9 +195,7 @@ def prepare_resume(directory: RunDirectory, requested: Path | None, request: Res
     facts = {} if choice.path is None else read_manifest(choice.path).facts
     for name in ("position", "samples") if choice.path else ():
         if type(facts.get(name)) is not int:
-            raise CheckpointError(
-                f"{choice.path} says {name!r} is {facts.get(name)!r}, expected a whole number.", path=choice.path
-            )
+            raise CheckpointError(f"{choice.path} says {name!r} is {facts.get(name)!r}, expected a whole number.")
     position = facts["position"] if facts else -1
     if position > request.plan.total_steps:
         raise RunDirectoryError(
@@ -551,10 +549,8 @@ def _start_new(directory: RunDirectory, request: ResumeRequest) -> ResumeDecisio
             path=root,
         )
     if not directory.exists() and any(name not in _OWN_FILES and not name.startswith(_OWN_PREFIXES) for name in names):
-        raise RunDirectoryError(
-            f"'{root}' is not empty and holds no Paceline run (no recipe.yaml); choose a new or empty directory.",
-            path=root,
-        )
+        message = f"'{root}' is not empty and holds no Paceline run (no recipe.yaml); choose a new or empty directory."
+        raise RunDirectoryError(message, path=root)
     if request.resume not in ("auto", "never"):
         other_run = Path(request.resume).parent.parent
         suggestion = f" Did you mean the run in {other_run}?" if RunDirectory(other_run).exists() else ""
@@ -603,13 +599,11 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
     elsewhere = "in another run directory" if address is None else "at another address (checkpoint.mirror)"
     stored = stored_recipe(reader.read_recipe(directory), str(directory.recipe))
     if changed := fixed_differences(stored, request.recipe):
-        problem = f"{where} holds a copy of a run of another recipe: {changed}. Start {elsewhere}."
+        what, advice = "a copy of a run", f"Start {elsewhere}."
         if address is None:
-            problem = (
-                f"{where} holds a run of another recipe: {changed}. Choose another run directory, or repeat its own "
-                f"recipe: paceline train {directory.recipe} --run-dir {directory.root}"
-            )
-        raise RunDirectoryError(problem, path=directory.root)
+            again = f"paceline train {directory.recipe} --run-dir {directory.root}"
+            what, advice = "a run", f"Choose another run directory, or repeat its own recipe: {again}"
+        raise RunDirectoryError(f"{where} holds {what} of another recipe: {changed}. {advice}", path=directory.root)
     plan = reader.read_plan_to_resume(directory)
     fixed = _FIXED_PLAN_VALUES | (_FIXED_IF_EXACT if plan["strategy"] == "exact" else {})
     for number, key in fixed.items():
@@ -619,12 +613,8 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
         new = getattr(request.plan, number)
         old = plan.get(number, new)
         if old != new:
-            raise RunDirectoryError(
-                f"the run in {where} has {number}={old}, but here it would be {new}; it can only resume with the same "
-                f"value (see {key}).",
-                key=key,
-                value=new,
-            )
+            problem = f"has {number}={old}, but here it would be {new}; it can only resume with the same value"
+            raise RunDirectoryError(f"the run in {where} {problem} (see {key}).", key=key, value=new)
     old_config, new_config = plan.get("network_config") or {}, request.plan.network_config or {}
     changed_keys = sorted(
         key
