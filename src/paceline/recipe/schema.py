@@ -10,10 +10,8 @@ from pydantic import BeforeValidator, Field
 from paceline.recipe.data import Data
 from paceline.recipe.fields import Applies, Names, parse_integer, section
 from paceline.recipe.model import Model
-from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.running import Checkpoint, Evaluate, Parallel, Telemetry
-from paceline.recipe.schedule import Schedule
-from paceline.recipe.training import Batch, Distillation, Train
+from paceline.recipe.training import Batch, Distillation, Optimizer, Schedule, Train
 
 
 @section

@@ -13,7 +13,7 @@ import pytest
 import torch
 from golden_sentences import raises
 
-from paceline.distributed.affinity import (
+from paceline.distributed.device import (
     CoreAssignment,
     Topology,
     assign_cores,

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from golden_sentences import raises
+from paceline.reports.audit import audit_run
 
 import paceline
 from paceline.data.batch import Batch
 from paceline.data.image.pipeline import ImagePipeline
 from paceline.errors import DataError, RunDirectoryError
-from paceline.report.audit import audit_run
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 
 Make = Callable[..., Any]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from golden_sentences import raises
+from paceline.reports.audit import audit_run
 from run_directories import fingerprint, saved_steps
 
 from paceline.checkpoint.manifest import read_manifest
@@ -21,7 +22,6 @@ from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, PacelineError, RunDirectoryError, TrainingError
 from paceline.records.reader import read_identity
 from paceline.records.run_directory import RunDirectory, write_identity
-from paceline.report.audit import audit_run
 
 Make = Callable[..., Any]
 LONGER = {"train.duration": "12 steps"}

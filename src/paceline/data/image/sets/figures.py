@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.image.dataset import DatasetRequest, StoredImages
-from paceline.data.image.sets.discs import open_drawn
+from paceline.data.image.sets.synthetic import open_drawn
 from paceline.dataset_registry import dataset
 from paceline.errors import setting_error
 
