@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
 from pathlib import Path
 
 
@@ -17,7 +18,7 @@ class PacelineError(Exception):
     The fields hold what a program may need of the message, where the code that raises it knows them.
 
     Attributes:
-        key: The recipe key that it is about, dotted.
+        key: The recipe key that it is about, dotted; of another trainer's recipe, the option.
         value: The value found.
         path: The file or folder that it is about.
         rule: What the value must be, in words that do not depend on the value.
@@ -44,8 +45,19 @@ class RecipeError(PacelineError):
     """The recipe, or an override, asks for something that does not exist or has no effect."""
 
 
+def setting_error(key: str, value: object, problem: str) -> RecipeError:
+    """Return the error for the value of a recipe's key: the message begins with both, a duration in quotes."""
+    shown = f"'{value}'" if is_dataclass(value) else value
+    return RecipeError(f"{key}={shown} {problem}", key=key, value=value)
+
+
 class DataError(PacelineError):
     """The data is missing, empty, unreadable or not what the recipe says it is."""
+
+
+def data_error(path: str | Path, problem: str) -> DataError:
+    """Return the error for a file or folder of data, which the message begins with."""
+    return DataError(f"{str(path)!r} {problem}", path=path)
 
 
 class ModelError(PacelineError):
@@ -86,7 +98,9 @@ class VersionError(UnreadableError, RunDirectoryError):
         """Return the error for a file with the version found in it."""
         return cls(
             f"'{path}' has the format version {version}, which this version of Paceline cannot read; nothing was "
-            "changed. Use the version of Paceline that wrote it."
+            "changed. Use the version of Paceline that wrote it.",
+            value=version,
+            path=str(path),
         )
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from paceline.errors import DataError, RunDirectoryError
+from paceline.errors import RunDirectoryError, data_error
 
 _SYSTEM = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "__macosx"})
 LFS_START = b"version https://git-lfs"
@@ -85,10 +85,10 @@ def refuse_special_inputs(path: str | Path) -> None:
         DataError: If it is a folder, a named pipe, a socket, a device or a Git LFS pointer.
     """
     if kind := special_kind(path):
-        raise DataError(f"{str(path)!r} is {kind}, not a file: remove it, or correct the path.")
+        raise data_error(path, f"is {kind}, not a file: remove it, or correct the path.")
     with contextlib.suppress(OSError), open(path, "rb") as file:  # its reader reports what cannot be read
         if file.read(len(LFS_START)) == LFS_START:
-            raise DataError(f"{str(path)!r} is {LFS_POINTER}.")
+            raise data_error(path, f"is {LFS_POINTER}.")
 
 
 def refuse_archive(path: str | Path) -> None:
@@ -100,7 +100,7 @@ def refuse_archive(path: str | Path) -> None:
     name = os.fspath(path).lower()
     if _ARCHIVE.search(name) and os.path.isfile(path):
         tar = " A tar of WebDataset samples is read in place, with data.dataset=webdataset." * name.endswith(".tar")
-        raise DataError(f"{str(path)!r} is an archive: unpack it, and give the folder or file in it.{tar}")
+        raise data_error(path, f"is an archive: unpack it, and give the folder or file in it.{tar}")
     if has_extension(name, _TEXTS) and os.path.isfile(path):
         begin = b""
         with contextlib.suppress(OSError), open(path, "rb") as file:  # whoever reads it explains the error
@@ -109,7 +109,7 @@ def refuse_archive(path: str | Path) -> None:
         if begin.lower().startswith(_WEB_PAGE) and not name.endswith(".txt"):
             kind = "a web page: download the file itself"
         if kind:
-            raise DataError(f"{str(path)!r} is not what its name says, but {kind}.")
+            raise data_error(path, f"is not what its name says, but {kind}.")
 
 
 def free_name(path: Path) -> Path:
@@ -200,9 +200,9 @@ def list_entries(folder: str | Path) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return list(entries)
     except OSError as error:
-        raise DataError(
-            f"{str(folder)!r} cannot be listed ({error.strerror}): give this user read permission (chmod a+rx), or "
-            "move it away."
+        raise data_error(
+            folder,
+            f"cannot be listed ({error.strerror}): give this user read permission (chmod a+rx), or move it away.",
         ) from None
 
 

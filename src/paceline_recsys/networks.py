@@ -162,12 +162,17 @@ def build_click_model(model: Model, *, dense_features: int, table_rows: Sequence
         raise unknown_model(model, "network for click data", CLICK_MODELS)
     if factory is Dlrm and "cross_rank" in model.options and not model.options.get("cross_layers"):
         raise ModelError(
-            "model.options.cross_rank has no effect without cross layers; leave it out, or set cross_layers."
+            "model.options.cross_rank has no effect without cross layers; leave it out, or set cross_layers.",
+            key="model.options.cross_rank",
         )
     try:
         return call_factory(model, factory, dense_features=dense_features, table_rows=tuple(table_rows))
     except RuntimeError as error:  # torch's errors for impossible sizes
-        raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
+        raise ModelError(
+            f"model.name={model.name}: model.options {model.options} do not fit: {error}.",
+            key="model.name",
+            value=model.name,
+        ) from error
 
 
 def describe_tables(recipe: Recipe, rows: Sequence[int]) -> str:

@@ -87,7 +87,7 @@ class ClickPredictor(Predictor):
             DataError: If a file cannot be read, or its format does not match the weights' training data.
         """
         if missing := [each for each in sources if not each.is_file()]:
-            raise DataError(f"'{missing[0]}' is not a file; give files of lines (.tsv, .txt, .jsonl).")
+            raise DataError(f"'{missing[0]}' is not a file; give files of lines (.tsv, .txt, .jsonl).", path=missing[0])
         return (line for source in sources for line in self._lines(source))
 
     def _lines(self, source: Path) -> Iterator[PictureFile]:
@@ -102,7 +102,7 @@ class ClickPredictor(Predictor):
                 for number, line in enumerate(file, start=1):
                     yield PictureFile(Path(f"{source}:{number}"), partial(self._read, line, is_json=is_json))
         except UNREADABLE as error:
-            raise DataError(f"'{source}' cannot be read: {error}.") from error
+            raise DataError(f"'{source}' cannot be read: {error}.", path=source) from error
 
     def _read(self, line: bytes, *, is_json: bool) -> ClickRows:
         try:

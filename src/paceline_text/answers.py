@@ -344,7 +344,7 @@ def texts_of(sources: Sequence[Path], labeller: TextLabeller) -> Iterator[Pictur
     fix = f"give .txt files with a text on each line, or .jsonl files with the key {' or '.join(labeller.keys)}"
     for source in sources:
         if not source.exists():
-            raise DataError(f"'{source}' does not exist; {fix}, or --prompt TEXT.")
+            raise DataError(f"'{source}' does not exist; {fix}, or --prompt TEXT.", path=source)
         refuse_special_inputs(source)
         is_json = has_extension(source.name, ("jsonl",))
         number = 0

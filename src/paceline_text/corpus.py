@@ -195,7 +195,7 @@ def write_tokens(splits: dict[str, Documents], tokenizer: Tokenizer, destination
     hidden = destination.parent / f".{destination.name}.{os.getpid()}"
     try:
         if destination.exists():
-            raise DataError(f"'{destination}' exists; give another folder, or remove it first.")
+            raise DataError(f"'{destination}' exists; give another folder, or remove it first.", path=destination)
         hidden.mkdir(parents=True)
         corpora = {split: encoded(documents, tokenizer) for split, documents in splits.items()}
         packed = _write_all(corpora, tokenizer, hidden)
@@ -208,7 +208,8 @@ def write_tokens(splits: dict[str, Documents], tokenizer: Tokenizer, destination
         where = f" ({error.filename})" if error.filename else ""
         raise DataError(
             f"'{destination}' cannot be written: {error.strerror or error}{where}; give another folder, or free some "
-            f"space."
+            "space.",
+            path=destination,
         ) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
@@ -257,12 +258,16 @@ def open_tokens(root: Path) -> TextDataset:
     try:
         tree = load_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{root} holds no {MANIFEST}; write it with `paceline pack --text SOURCE {root}`.") from None
+        raise DataError(
+            f"{root} holds no {MANIFEST}; write it with `paceline pack --text SOURCE {root}`.", path=root
+        ) from None
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}); write the folder again.") from error
+        raise DataError(f"{path} cannot be read ({error}); write the folder again.", path=path) from error
     needed = {"version", "tokenizer", "bytes_per_token", "tokens", "files", "digest"}
     if not isinstance(tree, dict) or not needed <= tree.keys() or tree["version"] != _VERSION:
-        raise DataError(f"{path} has a format that this version of Paceline cannot read; write the folder again.")
+        raise DataError(
+            f"{path} has a format that this version of Paceline cannot read; write the folder again.", path=path
+        )
     kind = np.dtype(f"<u{tree['bytes_per_token']}")
     corpora = {split: _open_split(root, split, count, kind) for split, count in tree["tokens"].items()}
     return TextDataset(
@@ -282,12 +287,13 @@ def _open_split(root: Path, split: str, count: int, kind: np.dtype[Any]) -> Stor
         size = path.stat().st_size
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
-            f"{root}: the files of the split '{split}' cannot be read ({error}); write it again."
+            f"{root}: the files of the split '{split}' cannot be read ({error}); write it again.", path=root
         ) from error
     if size != count * kind.itemsize or int(lengths.sum()) != count:
         raise DataError(
-            f"{path} has {size:,} bytes, and {count:,} tokens of {kind.itemsize} bytes were written; restore the file, "
-            "or write the folder again."
+            f"{path} has {size:,} bytes, and {count:,} tokens of {kind.itemsize} bytes were written; restore the "
+            "file, or write the folder again.",
+            path=path,
         )
     # An empty file cannot be mapped.
     tokens = np.memmap(path, dtype=kind, mode="r") if count else np.empty(0, dtype=kind)

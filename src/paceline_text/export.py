@@ -63,7 +63,9 @@ def write_peft(request: ExportRequest, saved: SavedWeights, folder: Path) -> flo
     network = _plain(exportable)
     layers = sorted(name.removesuffix(ADAPTER_PARTS[0]) for name in saved.state if name.endswith(ADAPTER_PARTS[0]))
     if not layers:
-        raise RecipeError(f"{saved.path} has no low-rank adapters (model.adapters); use --format transformers.")
+        raise RecipeError(
+            f"{saved.path} has no low-rank adapters (model.adapters); use --format transformers.", path=saved.path
+        )
     from peft import LoraConfig, PeftModel
 
     model, heads = saved.description("recipe")["model"], trained_layers(exportable.network)
@@ -111,7 +113,9 @@ def _plain(exportable: Exportable) -> Any:
     if not isinstance(network, LanguageModel | SequenceClassifier):
         name = exportable.saved.description("recipe").get("model", {}).get("name")
         raise ModelError(
-            f"model.name={name} is not a network of Transformers; use --format safetensors, onnx or torch-export."
+            f"model.name={name} is not a network of Transformers; use --format safetensors, onnx or torch-export.",
+            key="model.name",
+            value=name,
         )
     copied = copy.deepcopy(network)
     copied.__class__ = type(network).__bases__[1]

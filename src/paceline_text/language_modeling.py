@@ -90,14 +90,22 @@ class LanguageModeling(Task):
         if self._is_masked and dataset.tokenizer.mask is None:
             raise DataError(
                 "data.text.objective=masked needs a mask token, which this tokenizer "
-                f"(data.text.tokenizer={text.tokenizer}) does not have; give it one, or choose objective=causal."
+                f"(data.text.tokenizer={text.tokenizer}) does not have; give it one, or choose objective=causal.",
+                key="data.text.objective",
+                value="masked",
             )
         if self._is_masked and dataset.train.is_target is not None:
             raise DataError(
-                f"data.dataset={dataset.name} says which tokens to predict: set data.text.objective=causal."
+                f"data.dataset={dataset.name} says which tokens to predict: set data.text.objective=causal.",
+                key="data.dataset",
+                value=dataset.name,
             )
         if len(self.train_rows) == 0:
-            raise DataError(f"data.dataset={dataset.name} has fewer than two tokens to learn from; check data.path.")
+            raise DataError(
+                f"data.dataset={dataset.name} has fewer than two tokens to learn from; check data.path.",
+                key="data.dataset",
+                value=dataset.name,
+            )
         reason = "the task language_modeling reads text"
         used = (*_USED, "data.split_column") if self.recipe.data.dataset in DatasetNames("split_column") else _USED
         unused = all_but(used, reason) | dict.fromkeys(_OF_CLASSES, "a language model's classes are its tokens")
@@ -171,7 +179,9 @@ class LanguageModeling(Task):
             raise ModelError(
                 f"model.name={config.name} {'sees only earlier tokens' if causal else 'sees later tokens'}, and "
                 f"data.text.objective={text.objective} asks for {'masked tokens' if causal else 'the next token'}; "
-                f"choose model.name={'bert' if causal else 'gpt'}, or the other objective."
+                f"choose model.name={'bert' if causal else 'gpt'}, or the other objective.",
+                key="model.name",
+                value=config.name,
             )
         vocabulary = self.dataset.tokenizer.vocabulary
         return build_language_model(config, vocabulary=vocabulary, context=text.context, is_masked=self._is_masked)
@@ -183,7 +193,9 @@ class LanguageModeling(Task):
             raise ModelError(
                 f"model.name={self.recipe.model.name} cannot separate the documents of a sample, which "
                 f"data.text.rows={text.rows} with data.text.objective={text.objective} requires; choose another "
-                f"model{'' if self._is_masked else ', or data.text.rows=chunked'}."
+                f"model{'' if self._is_masked else ', or data.text.rows=chunked'}.",
+                key="model.name",
+                value=self.recipe.model.name,
             )
 
     def check_published(self, model: ModelSection) -> bool:

@@ -85,11 +85,17 @@ class Shape:
         rules = [(name, size, 1 <= size <= _MOST[name], f"from 1 to {_MOST[name]:,}") for name, size in sizes.items()]
         check_options("a transformer", [*rules, ("dropout", self.dropout, 0 <= self.dropout < 1, "in [0, 1)")])
         if self.width % self.heads:
-            raise ModelError(f"model.options.width={self.width} cannot be divided among heads={self.heads}.")
+            raise ModelError(
+                f"model.options.width={self.width} cannot be divided among heads={self.heads}.",
+                key="model.options.width",
+                value=self.width,
+            )
         if self.positions == "rotary" and self.width // self.heads % 2:
             raise ModelError(
                 f"model.options.width={self.width} gives each of heads={self.heads} an odd number of "
-                f"{self.width // self.heads}, which rotary positions turn in pairs; choose an even one."
+                f"{self.width // self.heads}, which rotary positions turn in pairs; choose an even one.",
+                key="model.options.width",
+                value=self.width,
             )
 
     @property

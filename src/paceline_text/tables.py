@@ -65,7 +65,9 @@ def read_table(
     if files is None:
         raise DataError(
             f"data.path={data.path} is not a table of text, or does not exist: data.dataset={data.dataset} takes "
-            f"{_KINDS}."
+            f"{_KINDS}.",
+            key="data.path",
+            path=data.path,
         )
     train, held_out, reason = choose_splits(files, left_out, score_all=data.score_all)
 

@@ -96,15 +96,19 @@ def open_tokenizer(name: str) -> Tokenizer:
         tree = load_json(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise DataError(
-            f"data.text.tokenizer={name} is neither 'bytes' nor a JSON file that can be read "
-            f"({type(error).__name__}: {error}); correct it."
+            f"data.text.tokenizer={name} is neither 'bytes' nor a JSON file that can be read ({type(error).__name__}: "
+            f"{error}); correct it.",
+            key="data.text.tokenizer",
+            value=name,
         ) from error
     if isinstance(tree, dict) and "kind" not in tree:
         if "added_tokens" in tree:
             return _open_huggingface(path)
         raise DataError(
             f"data.text.tokenizer={name} is not a tokenizer: neither one that Paceline wrote nor a tokenizer.json of "
-            "Hugging Face `tokenizers`; give another file."
+            "Hugging Face `tokenizers`; give another file.",
+            key="data.text.tokenizer",
+            value=name,
         )
     return tokenizer_from(tree, where=name)
 
@@ -142,7 +146,9 @@ def refuse_other_tokenizer(tokenizer: Tokenizer, trained: Mapping[str, Any], whe
     if tokenizer_from(own, where).digest != tokenizer.digest or (templates[0] is not None and len({*templates}) > 1):
         raise DataError(
             f"data.text.tokenizer={name} is not the tokenizer that the weights in {where} were trained with, or its "
-            "chat template has changed; set it to a copy of the original."
+            "chat template has changed; set it to a copy of the original.",
+            key="data.text.tokenizer",
+            value=name,
         )
 
 
@@ -233,7 +239,9 @@ class HuggingFaceTokenizer:
         limit = max_length - self._library.num_special_tokens_to_add(is_pair=False)
         if limit < 1:
             raise DataError(
-                f"data.text.context={max_length} leaves no room for text after the tokenizer's special tokens."
+                f"data.text.context={max_length} leaves no room for text after the tokenizer's special tokens.",
+                key="data.text.context",
+                value=max_length,
             )
         encoding = self._library.encode(text, add_special_tokens=False)
         encoding.truncate(limit)
@@ -389,7 +397,11 @@ def _open_huggingface(path: Path) -> HuggingFaceTokenizer:
     try:
         content = file.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        raise DataError(f"data.text.tokenizer={path}: {file} cannot be read ({error}); correct it.") from error
+        raise DataError(
+            f"data.text.tokenizer={path}: {file} cannot be read ({error}); correct it.",
+            key="data.text.tokenizer",
+            value=path,
+        ) from error
     return HuggingFaceTokenizer(content, _special_tokens_of(file.parent), str(file))
 
 

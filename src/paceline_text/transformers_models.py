@@ -73,7 +73,9 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
     if objective == "causal" and _check_attention(kind, objective, switches)[0]:
         raise ModelError(
             f"model.name={model.name}: its outputs depend on later tokens, so it would see what it must predict; "
-            "choose a decoder (gpt2, llama, …)."
+            "choose a decoder (gpt2, llama, …).",
+            key="model.name",
+            value=model.name,
         )
     return _as_language_model(_built(config, objective, model), objective, {_KEPT: kind, **keys})
 
@@ -259,10 +261,16 @@ def _described(model: Model) -> tuple[str, dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise ModelError(
             f"model.name={model.name}: {folder / 'config.json'} cannot be read ({error}); give a folder that "
-            "save_pretrained wrote, OWNER/NAME on the Hugging Face hub, or the name of an architecture."
+            "save_pretrained wrote, OWNER/NAME on the Hugging Face hub, or the name of an architecture.",
+            key="model.name",
+            value=model.name,
         ) from error
     if not isinstance(tree, dict) or not isinstance(tree.get("model_type"), str):
-        raise ModelError(f"model.name={model.name}: {folder / 'config.json'} names no model_type.")
+        raise ModelError(
+            f"model.name={model.name}: {folder / 'config.json'} names no model_type.",
+            key="model.name",
+            value=model.name,
+        )
     left_out = _NOT_TAKEN | OPENING_OPTIONS
     config_tree = {key: value for key, value in tree.items() if key not in left_out and key.isidentifier()}
     commit = {"_commit_hash": folder.name} if folder.parent.name == "snapshots" else {}  # the library's own key
@@ -291,12 +299,18 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, model:
         if objective in ("causal", "masked") and kind in _registry(other):
             raise ModelError(
                 f"model.name={name}: Transformers has {kind} for {other} language models only, and this task is "
-                f"{objective}; choose another architecture (gpt2, llama, bert, …) or objective."
+                f"{objective}; choose another architecture (gpt2, llama, bert, …) or objective.",
+                key="model.name",
+                value=name,
             )
         hint = did_you_mean(kind, known)
         if kind.partition("-")[0] in CONFIG_MAPPING_NAMES and kind not in CONFIG_MAPPING_NAMES:
             hint = f" A checkpoint on the Hugging Face hub is {PREFIX}OWNER/{kind}."
-        raise ModelError(f"model.name={name}: '{kind}' is not a {WHAT[objective]} in Transformers.{hint}")
+        raise ModelError(
+            f"model.name={name}: '{kind}' is not a {WHAT[objective]} in Transformers.{hint}",
+            key="model.name",
+            value=name,
+        )
     default = AutoConfig.for_model(kind)
     names = {*default.to_dict(), *default.attribute_map, *inspect.signature(type(default).__init__).parameters}
     names -= {"model_type"}
@@ -304,7 +318,8 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, model:
     unknown = [] if _KEPT in model.options else [key for key in model.options if key not in names]
     if unknown:
         raise ModelError(
-            f"model.options: {unknown[0]} is not a key of {kind}'s configuration.{did_you_mean(unknown[0], names)}"
+            f"model.options: {unknown[0]} is not a key of {kind}'s configuration.{did_you_mean(unknown[0], names)}",
+            key="model.options",
         )
     # Token ids for the library's default vocabulary are meaningless here.
     unset = {key: None for key in _SPECIAL if key not in keys and hasattr(default, key)}
@@ -313,13 +328,17 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, model:
     try:
         return AutoConfig.for_model(kind, **{**unset, **keys})
     except Exception as error:  # its checks may raise anything
-        raise ModelError(f"model.options do not fit {kind}: {' '.join(str(error).split())[:300]}") from error
+        raise ModelError(
+            f"model.options do not fit {kind}: {' '.join(str(error).split())[:300]}", key="model.options"
+        ) from error
 
 
 def _fit_vocabulary(config: Any, vocabulary: int, *, is_requested: bool, model: Model) -> None:
     if not hasattr(config, "vocab_size"):
         raise ModelError(
-            f"model.name={model.name}: {config.model_type} has no vocab_size, so it is not a plain language model."
+            f"model.name={model.name}: {config.model_type} has no vocab_size, so it is not a plain language model.",
+            key="model.name",
+            value=model.name,
         )
     # Published weights often have a few more rows than their tokenizer has tokens: Phi's 2 %, say.
     is_of_other = model.pretrained and vocabulary < 0.9 * config.vocab_size
@@ -331,7 +350,9 @@ def _fit_vocabulary(config: Any, vocabulary: int, *, is_requested: bool, model: 
             fix = f"use its own, data.text.tokenizer={model.name.removeprefix(PREFIX)}; without its weights, {fix}"
         raise ModelError(
             f"model.name={model.name}: it has a vocabulary of {config.vocab_size:,} tokens (vocab_size), and the "
-            f"tokenizer has {vocabulary:,}; {fix}."
+            f"tokenizer has {vocabulary:,}; {fix}.",
+            key="model.name",
+            value=model.name,
         )
     if not is_requested:
         config.vocab_size = vocabulary
@@ -345,7 +366,9 @@ def _fit_context(config: Any, context: int, *, requested: set[str], name: str) -
         if config.max_position_embeddings < context:
             raise ModelError(
                 f"model.name={name}: it has {config.max_position_embeddings} positions ({own}), and data.text.context "
-                f"is {context}; set one of them."
+                f"is {context}; set one of them.",
+                key="model.name",
+                value=name,
             )
         return
     # Some count positions from after their padding token's id.
@@ -377,7 +400,11 @@ def _built(config: Any, objective: Objective, model: Model) -> nn.Module:
         raise
     except Exception as error:  # incompatible sizes may raise anything
         message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise ModelError(f"model.name={model.name} cannot be built with these model.options ({message}).") from error
+        raise ModelError(
+            f"model.name={model.name} cannot be built with these model.options ({message}).",
+            key="model.name",
+            value=model.name,
+        ) from error
     built: nn.Module = network.train()
     return built
 
@@ -393,12 +420,16 @@ def _loaded(factory: Any, config: Any, model: Model) -> nn.Module:
         raise ModelError(
             f"model.pretrained=true has no effect with model.name={model.name}, an architecture without weights. Set "
             "model.name to transformers:FOLDER, a folder with config.json and model.safetensors, or "
-            "transformers:OWNER/NAME, a repository with them on the Hugging Face hub."
+            "transformers:OWNER/NAME, a repository with them on the Hugging Face hub.",
+            key="model.pretrained",
+            value=True,
         )
     if not any(folder.glob("model.safetensors*")):
         raise ModelError(
             f"model.pretrained=true: model.name={model.name} has no model.safetensors, and pickles are not read; "
-            "choose another revision (@REVISION) or folder."
+            "choose another revision (@REVISION) or folder.",
+            key="model.pretrained",
+            value=True,
         )
     options = {"config": config, "dtype": torch.float32, "use_safetensors": True, "local_files_only": True}
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -412,7 +443,9 @@ def _loaded(factory: Any, config: Any, model: Model) -> nn.Module:
     if lost or (new and not factory.__name__.endswith("Classification")):
         raise ModelError(
             f"model.pretrained=true: {folder} has no weights for {', '.join((lost or new)[:3])}, or of another size; "
-            "choose another folder or model.options."
+            "choose another folder or model.options.",
+            key="model.pretrained",
+            value=True,
         )
     if new:
         _LOG.warning("note: model.pretrained: newly initialised: %s", ", ".join(new))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import timm
 from calls import Call
+from golden_sentences import raises
 from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import save_file
@@ -192,7 +193,7 @@ def test_the_same_image_in_two_classes_or_splits_is_told(photos: Path, paceline_
 
 @pytest.mark.parametrize("requested", ["data.path=elsewhere", "task=detection", "data.target_columns=[age]"])
 def test_two_answers_to_what_is_trained_on_are_refused(photos: Path, requested: str) -> None:
-    with pytest.raises(PacelineError, match=requested.partition("=")[0]):
+    with raises(PacelineError, path=photos):
         first_recipe.choose_recipe(str(photos), [requested])
 
 
@@ -223,5 +224,5 @@ def test_ones_own_network_goes_on(photos: Path, tmp_path: Path, paceline_here: C
 def test_images_with_masks_are_no_classes(tmp_path: Path) -> None:
     for name in ("images", "masks"):
         (tmp_path / "set" / "train" / name).mkdir(parents=True)
-    with pytest.raises(PacelineError, match=r"shapes-segmentation data\.dataset=masks data\.path="):
+    with raises(PacelineError, path="set"):
         first_recipe.choose_recipe(str(tmp_path / "set"), [])

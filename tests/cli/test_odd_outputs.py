@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from calls import Call
+from golden_sentences import raises
 
 from paceline.errors import PacelineError
 from paceline.prediction.answer_files import check_output
@@ -60,7 +61,7 @@ def test_odd_names_in_an_output_folder_and_of_answers_are_refused(tmp_path: Path
         make_folder(tmp_path, "benchmark.json", "benchmark.md")
     assert stat.S_ISFIFO((tmp_path / "benchmark.md").stat().st_mode)
     (tmp_path / "answers.csv").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PacelineError, match="already exists"):
+    with raises(PacelineError, path="answers.csv"):
         check_output(tmp_path / "answers.csv")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_sentences import raises
 from sklearn.metrics import log_loss, roc_auc_score
 
 import paceline
@@ -73,7 +74,7 @@ def test_what_the_plan_says(recipe: Path) -> None:
 )
 def test_keys_without_effect_are_refused(recipe: Path, override: str) -> None:
     loaded = load_recipe(recipe, [override])
-    with pytest.raises(RecipeError, match="has no effect"):
+    with raises(RecipeError, rule="with effect"):
         loaded.checked(plan_only(loaded).unused)
 
 
@@ -88,7 +89,7 @@ def test_a_data_set_of_one_s_own_may_have_a_path(recipe: Path, tmp_path: Path) -
 
 
 def test_sections_go_with_their_data(recipe: Path) -> None:
-    with pytest.raises(PacelineError, match="has no effect"):
+    with raises(PacelineError, rule="with effect"):
         load_recipe("digits", ["data.recommendation.rank=3"])
     with pytest.raises(PacelineError, match="not of clicks; known are criteo, synthetic_clicks"):
         plan_only(load_recipe(recipe, ["data.dataset=digits"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from golden_sentences import raises
 
 from paceline.data.slices import SampleIds
 from paceline.errors import RecipeError
@@ -62,7 +63,7 @@ def test_nothing_answers_better_than_the_probabilities_that_labels_were_drawn_wi
 
 
 def test_tables_are_as_many_as_the_features() -> None:
-    with pytest.raises(RecipeError, match="has 3 sizes"):
+    with raises(RecipeError, key="data.recommendation.tables"):
         made(Clicks(categories=4, tables=(5, 5, 5)))
     assert made(Clicks(categories=3, tables=(5, 6, 7))).read(np.arange(1000)).categories.max(axis=0).tolist() == [
         4,

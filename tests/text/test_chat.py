@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_sentences import raises
 from tiny_text import chats, tokenizer_folder, write_lines
 
 from paceline.errors import DataError
@@ -99,7 +100,7 @@ def test_chats_need_a_template_and_samples_of_their_own(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", chats(2))
     with pytest.raises(DataError, match="needs a tokenizer with a chat template"):
         opened(path)
-    with pytest.raises(DataError, match=r"set data\.text\.rows to single or packed"):
+    with raises(DataError, key="data.dataset", value="chat"):
         open_text(Data(dataset="chat", path=str(path)))
 
 

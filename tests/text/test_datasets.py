@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from golden_sentences import raises
 from tiny_text import tokenizer_folder
 
 from paceline.cli.derive import click_command
@@ -49,9 +50,9 @@ def test_a_tokenizer_is_written_and_read_back(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="of kind 'magic'; known are"):
         open_tokenizer(str(tmp_path / "tokenizer.json"))
     (tmp_path / "other.json").write_text('{"a": 1}')
-    with pytest.raises(DataError, match=r"other\.json is not a tokenizer: "):
+    with raises(DataError, key="data.text.tokenizer"):
         open_tokenizer(str(tmp_path / "other.json"))
-    with pytest.raises(DataError, match="neither 'bytes' nor a JSON file"):
+    with raises(DataError, key="data.text.tokenizer", value="byte"):
         open_tokenizer("byte")
 
 
@@ -149,7 +150,7 @@ def test_a_byte_order_mark_is_no_text(books: Path) -> None:
 
 def test_a_pipe_is_no_text(books: Path) -> None:
     os.mkfifo(books / "pipe.txt")
-    with pytest.raises(DataError, match=r"pipe\.txt' is a named pipe"):
+    with raises(DataError, path="books/pipe.txt"):
         folder(books)
 
 
@@ -164,7 +165,7 @@ def test_what_is_no_text_is_told(books: Path, tmp_path: Path) -> None:
     (books / "3.txt").write_bytes(b"abc\xff")
     with pytest.raises(DataError, match=r"3\.txt' is not UTF-8: byte 4 of line 1 is 0xff"):
         folder(books)
-    with pytest.raises(DataError, match="is not a folder"):
+    with raises(DataError, key="data.path", path="none"):
         folder(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"there is no \.txt file"):
@@ -179,7 +180,7 @@ def test_where_the_text_went_is_told(tmp_path: Path) -> None:
     name = next(f"{letter}.txt" for letter in "abcdefghijkl" if held_out(f"{letter}.txt", 0.5))
     (tmp_path / "one" / name).write_text("all there is")
     data = Data(dataset="text_folder", path=str(tmp_path / "one"), validation_fraction=0.5)
-    with pytest.raises(DataError, match=r"all 1 document\(s\) fell into the held-out share"):
+    with raises(DataError):
         open_text(data)
     done = CliRunner().invoke(
         click_command(Pack), ["--text", data.path, str(tmp_path / "packed"), "--validation-fraction=0.5"]
@@ -189,7 +190,7 @@ def test_where_the_text_went_is_told(tmp_path: Path) -> None:
     assert len(open_text(dataclasses.replace(data, validation_fraction=0)).train.lengths) == 1
     (tmp_path / "one" / name).write_text("")
     for fraction in (0, 0.5):
-        with pytest.raises(DataError, match=r"its 1 document\(s\).* are empty; check data.path"):
+        with raises(DataError):
             open_text(dataclasses.replace(data, validation_fraction=fraction))
 
 
@@ -208,27 +209,27 @@ def test_packed_tokens_are_the_text_s(tmp_path: Path) -> None:
 
 def test_packed_tokens_that_are_cut_short_or_no_folder_are_told(tmp_path: Path) -> None:
     write_tokens({"train": [("a", "alpha")], "validation": []}, BYTES, tmp_path / "packed")
-    with pytest.raises(DataError, match="exists; give another folder"):
+    with raises(DataError, path="packed"):
         # Told before anything is encoded, which may take hours; this text cannot be.
         write_tokens({"train": [("a", "\ud800")], "validation": []}, BYTES, tmp_path / "packed")
     with (tmp_path / "packed" / "train.bin").open("ab") as file:
         file.write(b"xx")
-    with pytest.raises(DataError, match="has 14 bytes, and 6 tokens of 2 bytes were written"):
+    with raises(DataError, path="packed/train.bin"):
         open_tokens(tmp_path / "packed")
     (tmp_path / "packed" / "train.lengths.npy").write_bytes(b"")
-    with pytest.raises(DataError, match="files of the split 'train' cannot be read"):
+    with raises(DataError, path="packed"):
         open_tokens(tmp_path / "packed")
-    with pytest.raises(DataError, match=r"holds no tokens\.json; write it with"):
+    with raises(DataError, path=tmp_path):
         open_tokens(tmp_path)
     (tmp_path / "packed" / "tokens.json").write_text(json.dumps({"version": 7}))
-    with pytest.raises(DataError, match="has a format that this version of Paceline cannot read"):
+    with raises(DataError, path="packed/tokens.json"):
         open_tokens(tmp_path / "packed")
 
 
 def test_packed_tokens_are_no_folder_of_text(tmp_path: Path) -> None:
     """Their files of names end in .txt."""
     write_tokens({"train": [("a", "alpha")], "validation": []}, BYTES, tmp_path / "packed")
-    with pytest.raises(DataError, match=r"train on them with data\.dataset=tokens"):
+    with raises(DataError, path="packed"):
         folder(tmp_path / "packed")
 
 

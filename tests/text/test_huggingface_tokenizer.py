@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_sentences import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
@@ -110,7 +111,7 @@ def test_a_folder_says_which_tokens_are_special(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
+    with raises(DataError, key="data.text.tokenizer"):
         open_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "Nonsense"}, "added_tokens": []}))
     with pytest.raises(DataError, match="is not a readable tokenizer"):

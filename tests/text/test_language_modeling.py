@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from golden_sentences import raises
 
 from paceline.checkpoint.format import write_tensor_file
 from paceline.checkpoint.weights import read_weights
@@ -171,16 +172,16 @@ def test_going_on_after_a_stop_gives_the_same_bits(train: Make) -> None:
 
 def test_what_has_no_effect_on_text_is_refused_or_told(recipe: Path) -> None:
     loaded = load_recipe(recipe, {"data.image_size": 32})
-    with pytest.raises(PacelineError, match=r"data.image_size=32' has no effect: .* reads text"):
+    with raises(PacelineError, key="data.image_size", rule="with effect"):
         loaded.checked(plan_only(loaded).unused)
     loaded = load_recipe(recipe, {"batch.balance": True})
-    with pytest.raises(PacelineError, match=r"batch.balance=true' has no effect: no sample is padded"):
+    with raises(PacelineError, key="batch.balance", rule="with effect"):
         loaded.checked(plan_only(loaded).unused)
     loaded = load_recipe(recipe, {"batch.balance": True, "data.text.rows": "single"})
     loaded.checked(plan_only(loaded).unused)
-    with pytest.raises(PacelineError, match=r"'data.text.mask_fraction' has no effect with data.text.objective=causal"):
+    with raises(PacelineError, rule="with effect"):
         load_recipe(recipe, {"data.text.mask_fraction": 0.2})
-    with pytest.raises(PacelineError, match=r"'data.text' has no effect with data.dataset=digits"):
+    with raises(PacelineError, rule="with effect"):
         load_recipe("digits", {"data.text.context": 20})
 
 
@@ -196,14 +197,10 @@ def test_the_plan_says_of_what_has_no_effect_that_it_is_not_used(recipe: Path) -
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"model.name": "bert"}, r"bert sees later tokens.* choose model.name=gpt, or the other objective"),
-        ({"data.text.objective": "masked"}, r"gpt sees only earlier tokens.* choose model.name=bert"),
-    ],
+    ("overrides", "name"), [({"model.name": "bert"}, "bert"), ({"data.text.objective": "masked"}, "gpt")]
 )
-def test_a_network_that_cannot_do_what_is_asked_is_told(recipe: Path, overrides: dict[str, Any], message: str) -> None:
-    with pytest.raises(PacelineError, match=message):
+def test_a_network_that_cannot_do_what_is_asked_is_told(recipe: Path, overrides: dict[str, Any], name: str) -> None:
+    with raises(PacelineError, key="model.name", value=name):
         task_of(recipe, overrides).build_model()
 
 

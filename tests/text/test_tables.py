@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from golden_sentences import raises
 from hypothesis import given, settings, strategies
 from tiny_text import reviews, tokenizer_folder, write_lines
 
@@ -267,7 +268,7 @@ def test_what_is_no_table_is_named(tmp_path: Path) -> None:
     for name, said in (("a.docx", "is not a table of text"), ("b.jsonl", "does not exist: restore")):
         with pytest.raises(DataError, match=said):
             found(tmp_path / name)
-    with pytest.raises(DataError, match=r"data\.path=None is not a table of text"):
+    with raises(DataError, key="data.path", path="None"):
         open_labelled(Data(dataset="text_table"))
 
 
@@ -317,7 +318,7 @@ def test_labels_with_other_zeros_are_other_classes(tmp_path: Path, name: str) ->
 
 def test_a_line_that_excel_alone_reads_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("sep=;\ntext;label\n" + "one;a\ntwo;b\n" * 9)
-    with pytest.raises(DataError, match=r"x\.csv' begins with 'sep=;', a line for Excel: remove it"):
+    with raises(DataError, path="x.csv"):
         found(tmp_path / "x.csv")
 
 

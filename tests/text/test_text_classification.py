@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from calls import output_of
+from golden_sentences import raises
 from tiny_text import reviews, tokenizer_folder, write_lines
 
 from paceline.checkpoint.weights import read_weights
@@ -116,7 +117,7 @@ def test_weights_alone_label_prompts_and_lines(train: Make, tmp_path: Path) -> N
     export(ExportRequest(target=run_dir, output=tmp_path / "a.safetensors"))
     for path in (lone, tmp_path / "a.safetensors"):
         assert predict(path, "--prompt", "cat sat") == predict(run_dir, "--prompt", "cat sat")
-    with pytest.raises(PacelineError, match="a network of text and does not classify images"):
+    with raises(PacelineError, path="step-00000024/model.safetensors"):
         load_predictor(run_dir)
 
 
@@ -165,17 +166,11 @@ def test_a_folder_s_weights_are_loaded_and_its_classifier_is_new(checkpoint: Pat
     torch.manual_seed(1)
     again = build_text_classifier(model, vocabulary=24, context=24, classes=3, pad=0)
     assert torch.equal(again.state_dict()["classifier.weight"], own["classifier.weight"])
-    for wrong, said in (
-        (
-            Model(name=model.name, pretrained=True, options={"num_hidden_layers": 2}),
-            "no weights for bert.encoder.layer.1",
-        ),
-        (
-            Model(name="transformers:bert", pretrained=True),
-            "an architecture without weights. Set model.name to transformers:FOLDER",
-        ),
+    for wrong in (
+        Model(name=model.name, pretrained=True, options={"num_hidden_layers": 2}),
+        Model(name="transformers:bert", pretrained=True),
     ):
-        with pytest.raises(PacelineError, match=re.escape(said)):
+        with raises(ModelError, key="model.pretrained", value=True):
             build_text_classifier(wrong, vocabulary=24, context=24, classes=3, pad=0)
 
 
@@ -186,9 +181,7 @@ def test_a_checkpoint_is_refused_with_a_tokenizer_that_is_not_its_own(checkpoint
     with pytest.raises(ModelError, match=re.escape(f"{said}data.text.tokenizer={checkpoint}")):
         build_text_classifier(model, vocabulary=tokens, context=24, classes=3, pad=0)
     if tokens > 24:
-        with pytest.raises(
-            ModelError, match=r"use its own, data.text.tokenizer=.*; without its weights, set model.opt"
-        ):
+        with raises(ModelError, key="model.name"):
             build_text_classifier(replace(model, pretrained=False), vocabulary=tokens, context=24, classes=3, pad=0)
 
 

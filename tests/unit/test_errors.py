@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
+
+import pytest
+
 from paceline import errors
-from paceline.errors import NotFiniteError, PacelineError, StoppedError, TrainingError, did_you_mean
+from paceline.errors import (
+    CheckpointError,
+    NotFiniteError,
+    PacelineError,
+    StoppedError,
+    TrainingError,
+    VersionError,
+    data_error,
+    did_you_mean,
+    setting_error,
+)
+from paceline.units import Duration
 
 
 def test_the_nearest_names_are_given() -> None:
@@ -23,3 +38,26 @@ def test_a_mistake_exits_with_2_and_a_failed_run_with_1() -> None:
     for kind in kinds:
         own = {StoppedError: 75, NotFiniteError: 1}
         assert kind("x").exit_code == own.get(kind, 1 if issubclass(kind, TrainingError) else 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "fields"),
+    [
+        (setting_error("batch.micro_size", 3, "is odd."), "batch.micro_size=3 is odd.", ("batch.micro_size", 3, None)),
+        (
+            setting_error("schedule.warmup", Duration(10, "percent"), "is long."),
+            "schedule.warmup='10%' is long.",
+            ("schedule.warmup", Duration(10, "percent"), None),
+        ),
+        (data_error("a.csv", "is empty."), "'a.csv' is empty.", (None, None, "a.csv")),
+        (CheckpointError("one", "two", path="a"), "one\ntwo", (None, None, "a")),
+        (VersionError.of("a", 3), str(VersionError.of("a", 3)), (None, 3, "a")),
+    ],
+)
+def test_fields_and_lines_survive_the_way_to_another_process(
+    error: PacelineError, message: str, fields: tuple[object, ...]
+) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    for each in (error, again):
+        assert (type(each), str(each)) == (type(error), message)
+        assert (each.key, each.value, each.path) == fields

@@ -122,7 +122,7 @@ def reporting_disk_errors(action: str, path: Path) -> Iterator[None]:
         advice = _ADVICE.get(error.errno or 0, "Check the disk, then try again.")
         where = f"{path} ({error.filename})" if error.filename not in (None, str(path), path) else str(path)
         reason = error.strerror or str(error)
-        raise CheckpointError(f"Cannot {action} {where}: {reason} ({code}). {advice}") from error
+        raise CheckpointError(f"Cannot {action} {where}: {reason} ({code}). {advice}", path=path) from error
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:

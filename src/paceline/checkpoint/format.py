@@ -308,7 +308,7 @@ def read_tensor_file(path: Path) -> TensorFile:
         with reporting_disk_errors("read", path):
             return read_tensors(path)[0]
     except ValueError as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file: {error}.") from error
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}.", path=path) from error
 
 
 @with_retries

@@ -70,9 +70,10 @@ def hub_weights_file(path: Path) -> Path:
     if pickles := [each for pattern in _PICKLES for each in sorted(path.glob(pattern))]:
         raise CheckpointError(
             f"'{path}' holds its weights as {pickles[0].name} only, a pickle (torch.save), which can run code and is "
-            "never opened here; write the folder again with timm.models.save_for_hf(..., safe_serialization=True)."
+            "never opened here; write the folder again with timm.models.save_for_hf(..., safe_serialization=True).",
+            path=path,
         )
-    raise CheckpointError(f"'{path}' has a {CONFIG} but no {WEIGHTS}; give a complete folder.")
+    raise CheckpointError(f"'{path}' has a {CONFIG} but no {WEIGHTS}; give a complete folder.", path=path)
 
 
 def hub_metadata(path: Path) -> dict[str, str]:
@@ -93,17 +94,18 @@ def hub_metadata(path: Path) -> dict[str, str]:
     try:
         config = load_json(content)
     except ValueError as error:
-        raise CheckpointError(f"{file} is not readable as JSON: {error}.") from error
+        raise CheckpointError(f"{file} is not readable as JSON: {error}.", path=file) from error
     architecture = config.get("architecture") if isinstance(config, dict) else None
     if not isinstance(architecture, str) or not _ARCHITECTURE.fullmatch(architecture):
         raise CheckpointError(
             f"{file} names no timm architecture (found {architecture!r}); only hub folders in timm's layout can be "
-            "read, as written by paceline export --format timm and timm.models.save_for_hf."
+            "read, as written by paceline export --format timm and timm.models.save_for_hf.",
+            path=file,
         )
     try:
         return _describe(config, weights_file)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{file} is not in timm's format: {type(error).__name__}: {error}.") from error
+        raise CheckpointError(f"{file} is not in timm's format: {type(error).__name__}: {error}.", path=file) from error
 
 
 def _describe(config: Mapping[str, Any], weights_file: Path) -> dict[str, str]:

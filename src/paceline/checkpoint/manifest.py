@@ -210,10 +210,11 @@ def read_manifest(path: Path) -> Manifest:
                 start = file.read(8)
     if not exists:
         raise CheckpointError(
-            f"{path} does not exist; give a checkpoint directory, such as RUN/checkpoints/step-00000120."
+            f"{path} does not exist; give a checkpoint directory, such as RUN/checkpoints/step-00000120.", path=path
         )
     raise CheckpointError(
-        f"{path} is a file, but a checkpoint is a directory with a {MANIFEST}{pickle_hint(start, path.name)}."
+        f"{path} is a file, but a checkpoint is a directory with a {MANIFEST}{pickle_hint(start, path.name)}.",
+        path=path,
     )
 
 
@@ -310,8 +311,9 @@ def read_weights_file(path: Path, name: str) -> TensorFile:
 def _entry(path: Path, manifest: Manifest, name: str) -> ComponentEntry:
     if name not in manifest.components:
         raise CheckpointError(
-            f"{path} holds no component {name!r}; it holds {', '.join(manifest.components) or 'none'}."
-            f"{did_you_mean(name, manifest.components)}"
+            f"{path} holds no component {name!r}; it holds "
+            f"{', '.join(manifest.components) or 'none'}.{did_you_mean(name, manifest.components)}",
+            path=path,
         )
     return manifest.components[name]
 
@@ -352,18 +354,20 @@ def _naming(path: Path, name: str) -> Iterator[None]:
             if each.is_symlink() and not each.exists():
                 raise UnreadableError(
                     f"{each} is a link to {os.readlink(each)}, which does not exist; mount its disk, or remove the "
-                    f"link."
+                    "link.",
+                    path=each,
                 ) from error
-        raise _DamagedError(f"{path} is not a whole checkpoint: {name} is missing.") from error
+        raise _DamagedError(f"{path} is not a whole checkpoint: {name} is missing.", path=path) from error
     except OSError as error:
         reason = error.strerror or str(error)
         if is_disk_failure(error):
             raise UnreadableError(
                 f"{path / name} cannot be read: {reason} ({errno.errorcode.get(error.errno or 0, 'unknown error')}). "
-                "The checkpoint may be intact and was left alone; check the disk, then run the same command again."
+                "The checkpoint may be intact and was left alone; check the disk, then run the same command again.",
+                path=path / name,
             ) from error
-        raise _DamagedError(f"{path} is not a whole checkpoint: {name} cannot be read: {reason}.") from error
+        raise _DamagedError(f"{path} is not a whole checkpoint: {name} cannot be read: {reason}.", path=path) from error
     except (UnreadableError, _DamagedError):
         raise
     except (ValueError, CheckpointError) as error:
-        raise _DamagedError(f"{path} is not a whole checkpoint: {name}: {error}.") from error
+        raise _DamagedError(f"{path} is not a whole checkpoint: {name}: {error}.", path=path) from error

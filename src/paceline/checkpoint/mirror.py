@@ -462,7 +462,7 @@ def _check_version(remote: Remote, commit: Commit, target: Path) -> None:
     try:
         read_manifest(target.parent)
     except VersionError as error:
-        raise VersionError(str(error).replace(str(target), remote.path(manifest.name))) from None
+        raise VersionError.of(remote.path(manifest.name), error.value) from None
     except CheckpointError as error:
         raise _DamagedError(f"{remote.path(manifest.name)}: {error}") from None
 

@@ -408,7 +408,9 @@ class CheckpointStore:
             CheckpointError: If it is not in this store, or cannot be renamed.
         """
         if damaged.path.parent != self.directory or step_of(damaged.path) is None:
-            raise CheckpointError(f"{damaged.path} is not a checkpoint in {self.directory}; nothing was renamed.")
+            raise CheckpointError(
+                f"{damaged.path} is not a checkpoint in {self.directory}; nothing was renamed.", path=damaged.path
+            )
         target = free_name(self.directory / f"{damaged.path.name.removesuffix(_REPLACED)}.{suffix}")
         with reporting_disk_errors("set aside the checkpoint", damaged.path):
             os.rename(damaged.path, target)
@@ -492,7 +494,8 @@ class CheckpointStore:
                 raise ValueError("its entries have the wrong types")
         except (ValueError, TypeError, CheckpointError) as error:
             raise CheckpointError(
-                f"{path} does not name a best step: {error}; delete it, and the next evaluation writes it again."
+                f"{path} does not name a best step: {error}; delete it, and the next evaluation writes it again.",
+                path=path,
             ) from error
         return best
 

@@ -84,7 +84,7 @@ class SavedWeights:
         """
         text = self.metadata.get(key)
         if text is None and "refusal" in self.metadata:
-            raise CheckpointError(f"{self.path.parent}: {self.metadata['refusal']}.")
+            raise CheckpointError(f"{self.path.parent}: {self.metadata['refusal']}.", path=self.path.parent)
         if text is None:
             raise CheckpointError(
                 f"{self.path} does not say which {key} its weights belong to; give a run directory, a checkpoint, a "
@@ -98,7 +98,7 @@ class SavedWeights:
         except ValueError as error:
             reason = str(error) if type(error) is ValueError else "it is not readable as JSON"
             raise CheckpointError(
-                f"{self.path}: its metadata entry {key!r} is not in Paceline's format: {reason}."
+                f"{self.path}: its metadata entry {key!r} is not in Paceline's format: {reason}.", path=self.path
             ) from None
 
 
@@ -218,8 +218,10 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
     checkpoints = target / "checkpoints"
     if is_empty and not CheckpointStore(checkpoints if checkpoints.is_dir() else target).steps():
         if not (RunDirectory(target).exists() or target.name == "checkpoints"):
-            raise CheckpointError(no_run_message(target, expected=_ACCEPTED_TARGETS))
-        raise CheckpointError(f"'{target}' holds no checkpoint; give a run that has saved one, or a checkpoint.")
+            raise CheckpointError(no_run_message(target, expected=_ACCEPTED_TARGETS), path=target)
+        raise CheckpointError(
+            f"'{target}' holds no checkpoint; give a run that has saved one, or a checkpoint.", path=target
+        )
     if not best:
         return _newest(target, weights)
 
@@ -241,11 +243,12 @@ def check_target(target: Path) -> None:
     with reporting_disk_errors("look for", target):
         if target.exists():
             return
+    problem = no_run_message(target, expected=_ACCEPTED_TARGETS)
     if target.suffix in (".safetensors", ".onnx"):
-        raise CheckpointError(f"there is no file '{target}'; give {_ACCEPTED_TARGETS}.")
-    if target.parent.name == "checkpoints":
-        raise CheckpointError(f"there is no checkpoint '{target}'; give {_ACCEPTED_TARGETS}.")
-    raise CheckpointError(no_run_message(target, expected=_ACCEPTED_TARGETS))
+        problem = f"there is no file '{target}'; give {_ACCEPTED_TARGETS}."
+    elif target.parent.name == "checkpoints":
+        problem = f"there is no checkpoint '{target}'; give {_ACCEPTED_TARGETS}."
+    raise CheckpointError(problem, path=target)
 
 
 def _newest(target: Path, weights: str) -> SavedWeights:
@@ -259,7 +262,7 @@ def _newest(target: Path, weights: str) -> SavedWeights:
     def read(path: Path) -> SavedWeights | _MissingWeightsError:
         found = check_sizes(path).facts.get("run")
         if runs and found and found not in runs:
-            raise CheckpointError(f"{path} is a checkpoint of another run.")
+            raise CheckpointError(f"{path} is a checkpoint of another run.", path=path)
         try:
             return _from_checkpoint(path, weights)
         except _MissingWeightsError as error:
@@ -294,7 +297,7 @@ def _from_checkpoint(path: Path, weights: str) -> SavedWeights:
     components = check_sizes(path).components
     name = ("ema" if "ema" in components else "model") if weights == "auto" else weights
     if name not in components:
-        raise _MissingWeightsError(f"{path} holds no '{name}' weights; it holds {', '.join(components)}.")
+        raise _MissingWeightsError(f"{path} holds no '{name}' weights; it holds {', '.join(components)}.", path=path)
     content = read_weights_file(path, name)
     file = path / (name if (path / name).is_dir() else f"{name}.safetensors")
     return SavedWeights(state=content.tensors, weights=name, path=file, metadata=content.metadata)
@@ -305,7 +308,8 @@ def _check_requested(saved: SavedWeights, weights: str) -> SavedWeights:
     if weights not in ("auto", saved.weights):
         raise CheckpointError(
             f"{saved.path} holds the '{saved.weights}' weights alone, not '{weights}': leave out --weights, or give "
-            "the run."
+            "the run.",
+            path=saved.path,
         )
     return saved
 

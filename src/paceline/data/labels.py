@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import DataError
+from paceline.errors import DataError, data_error
 from paceline.plain_text import load_json, one_form, quoted, utf8
 
 Ids = NDArray[np.int64]
@@ -74,9 +74,10 @@ def number_classes(
         number = {}
         for label in distinct:
             if len(str(label)) > len(str(_LARGEST_LABEL)) or int(label) >= _LARGEST_LABEL:
-                raise DataError(
-                    f"{path!r} has the label {str(label)[:40]}, but labels that are numbers go up to "
-                    f"{_LARGEST_LABEL - 1:,}: write names, with a letter in one of them."
+                raise data_error(
+                    path,
+                    f"has the label {str(label)[:40]}, but labels that are numbers go up to {_LARGEST_LABEL - 1:,}: "
+                    "write names, with a letter in one of them.",
                 )
             number[label] = int(label)
         classes = tuple(map(str, range(max(number.values()) + 1)))
@@ -84,9 +85,10 @@ def number_classes(
         classes = tuple(sorted(map(str, set(parts[0]))))
         number = {name: index for index, name in enumerate(classes)}
         if unknown := sorted(map(str, distinct - number.keys())):
-            raise DataError(
-                f"{path!r} has held-out samples of the class {unknown[0]!r}, but none to train on: add "
-                "some, or hold out others (data.validation_fraction, or a column 'split')."
+            raise data_error(
+                path,
+                f"has held-out samples of the class {unknown[0]!r}, but none to train on: add some, or hold out "
+                "others (data.validation_fraction, or a column 'split').",
             )
     _refuse_one_class({classes[number[label]] for label in parts[0]}, path, one_class=one_class)
     return classes, [np.array([number[label] for label in labels], dtype=np.int64) for labels in parts]
@@ -94,7 +96,7 @@ def number_classes(
 
 def _refuse_one_class(trained: set[str], path: str, *, one_class: bool) -> None:
     if len(trained) == 1 and not one_class:
-        raise DataError(f"{path!r} has one class, {trained.pop()!r}, but a classifier needs at least two.")
+        raise data_error(path, f"has one class, {trained.pop()!r}, but a classifier needs at least two.")
 
 
 def in_one_form(parts: list[list[int | str]], known: Iterable[str] = ()) -> list[list[int | str]]:
@@ -112,12 +114,12 @@ def _are_numbers(labels: set[int | str], path: str) -> bool:
         return True
     if len(texts) < len(labels):
         one = next(label for label in labels if isinstance(label, int))
-        raise DataError(
-            f"{path!r} has labels that are numbers ({one}) and labels that are names ({names[0]!r}): use one kind for "
-            "all."
+        raise data_error(
+            path,
+            f"has labels that are numbers ({one}) and labels that are names ({names[0]!r}): use one kind for all.",
         )
     if all(map(_NUMBER.fullmatch, texts)) and (odd := [text for text in names if not text.isdecimal()]):
-        raise DataError(f"{path!r} has the label {odd[0]}, {_not_whole(odd[0])}")
+        raise data_error(path, f"has the label {odd[0]}, {_not_whole(odd[0])}")
     return False
 
 
@@ -161,16 +163,17 @@ def number_rows(
     classes = tuple(named) if isinstance(named, list) else ()
     numbers: dict[int | str, int] = {utf8(str(name)): number for number, name in enumerate(classes)}
     if not classes or tuple(numbers) != classes:
-        raise DataError(f"{path!r} names its classes {str(named)[:80]!r}, but they must be a list of distinct strings.")
+        raise data_error(path, f"names its classes {str(named)[:80]!r}, but they must be a list of distinct strings.")
     numbered = []
     for part in in_one_form(found, classes):
         # A class may be given by name; other text is never a number.
         said = [numbers.get(label, label) for label in part]
         odd = next((each for each in said if isinstance(each, str) or each >= len(classes)), None)
         if odd is not None:
-            raise DataError(
-                f"{path!r} has the label {odd!r}, but its classes are 0 … {len(classes) - 1}, or their names: write "
-                "the table again."
+            raise data_error(
+                path,
+                f"has the label {odd!r}, but its classes are 0 … {len(classes) - 1}, or their names: write the table "
+                "again.",
             )
         numbered.append(np.array(said, dtype=np.int64))
     _refuse_one_class({classes[each] for each in np.unique(numbered[0])}, path, one_class=one_class)
@@ -202,9 +205,9 @@ def name_rows(
     found = [[{forms[name] for name in names} for names in part] for part in read]
     classes = tuple(sorted(set().union(*found[0])))
     if not classes:
-        raise DataError(f"{path!r} has no label in any row to train on: name another column in data.label_column.")
+        raise data_error(path, "has no label in any row to train on: name another column in data.label_column.")
     if unknown := sorted(set().union(*(each for part in found for each in part)).difference(classes)):
-        raise DataError(f"{path!r} has held-out images of the class {unknown[0]!r}, but none to train on.")
+        raise data_error(path, f"has held-out images of the class {unknown[0]!r}, but none to train on.")
     numbers = {name: number for number, name in enumerate(classes)}
     numbered = [np.zeros((len(part), len(classes)), dtype=np.float32) for part in found]
     for part, rows in zip(found, numbered, strict=True):

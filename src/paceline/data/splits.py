@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path, PurePath
 from typing import Protocol, TypeVar
 
-from paceline.errors import DataError
+from paceline.errors import data_error
 from paceline.files import is_folder, visible_entries
 
 Sample_co = TypeVar("Sample_co", covariant=True)
@@ -74,7 +74,7 @@ def split_folders(root: Path, *, nested: bool = True) -> dict[str, str]:
             continue
         first = found.setdefault(split_of(PurePath(word[1])) or VALIDATION, name)  # eval is a name of folders only
         if first != name and first.lower() == name.lower():
-            raise DataError(f"{str(root)!r} has {first!r} and {name!r}, two folders of one split: join them.")
+            raise data_error(root, f"has {first!r} and {name!r}, two folders of one split: join them.")
     return found
 
 

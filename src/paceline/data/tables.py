@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.splits import SPLIT_NAMES, TRAIN, UNREAD_SPLITS, held_out_among, split_of, unread_splits
-from paceline.errors import DataError, did_you_mean
+from paceline.errors import DataError, data_error, did_you_mean
 from paceline.files import SkippedItems, has_extension, list_files, refuse_archive, refuse_special_inputs
 from paceline.plain_text import load_json, utf8
 
@@ -255,7 +255,7 @@ def read_csv(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
         raise DataError(file_problem(file) or f"{str(file)!r} {reason}")
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice:
-        raise DataError(f"{str(file)!r} has two columns called {twice[0]!r}: rename one of them.")
+        raise data_error(file, f"has two columns called {twice[0]!r}: rename one of them.")
     for row, line in zip(rows, lines, strict=True):
         if len(row) != len(header):
             raise DataError(
@@ -267,7 +267,7 @@ def read_csv(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
 
 def _delimiter(file: Path, first: str) -> str:
     if first.startswith("sep="):
-        raise DataError(f"{str(file)!r} begins with {first.strip()!r}, a line for Excel: remove it.")
+        raise data_error(file, f"begins with {first.strip()!r}, a line for Excel: remove it.")
     return "\t" if file.suffix.lower() in (".tsv", ".tab") else max(",;\t", key=first.count)
 
 
@@ -468,9 +468,10 @@ def splits_of_files(paths: Sequence[Path], base: Path) -> list[str]:
     for path, split in zip(paths, said, strict=True):
         hub = _OF_THE_HUB.fullmatch(path.name)
         if split is None and hub is None:
-            raise DataError(
-                f"{str(path)!r} is next to files called train, but its own name gives no split (train, val or "
-                f"test): rename it, or take it out of the folder."
+            raise data_error(
+                path,
+                "is next to files called train, but its own name gives no split (train, val or test): rename it, or "
+                "take it out of the folder.",
             )
         found.append(split or (hub[1] if hub else TRAIN))
     return found
@@ -569,9 +570,9 @@ def choose_splits(files: TableFiles, left_out: SkippedItems, *, score_all: bool)
     held_out = held_out_among(files.splits)
     is_alone = score_all and held_out is not None and "train" not in files.splits
     if "train" not in files.splits and not is_alone:
-        raise DataError(
-            f"{str(files.root)!r} has the splits {', '.join(files.splits)}, but none called train: save it again with "
-            "one."
+        raise data_error(
+            files.root,
+            f"has the splits {', '.join(files.splits)}, but none called train: save it again with one.",
         )
     unread = [name for name in files.splits if name not in ("train", held_out)]
     if held_out is None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, setting_error
 from paceline.machine import available_cores, cpu_name, memory_bytes
 from paceline.plan import MachineFacts
 from paceline.world import World
@@ -135,9 +135,11 @@ def assign_cores(mode: str, topology: Topology, local_rank: int, device_nodes: S
     position = sharing.index(local_rank)
     per_process = min(len(cores) // nearby.count(cores) for cores in nearby)
     if mode in ("single_unique", "interleaved", "contiguous") and per_process == 0:
-        raise RecipeError(
-            f"parallel.affinity={mode} gives each process its own core, and there are {len(candidates)} near "
-            f"{len(sharing)} of them; use parallel.affinity=socket, or fewer processes."
+        raise setting_error(
+            "parallel.affinity",
+            mode,
+            f"gives each process its own core, and there are {len(candidates)} near {len(sharing)} of them; use "
+            "parallel.affinity=socket, or fewer processes.",
         )
     chosen = {
         "socket": candidates,
@@ -181,7 +183,7 @@ def choose_cores(mode: str, world: World, device: torch.device, environ: Mapping
     if mode == "none":
         return None
     if not hasattr(os, "sched_setaffinity"):
-        raise RecipeError(f"parallel.affinity={mode} needs Linux; use parallel.affinity=none.")
+        raise setting_error("parallel.affinity", mode, "needs Linux; use parallel.affinity=none.")
     bound = environ.get("SLURM_CPU_BIND_TYPE", "none")
     if "SLURM_STEP_ID" in environ and not bound.startswith("none") and world.local_world_size > 1:
         raise RecipeError(
@@ -198,10 +200,11 @@ def _device_nodes(world: World, device: torch.device, mode: str) -> list[int | N
         return [None] * world.local_world_size
     visible = torch.cuda.device_count()
     if visible < world.local_world_size:
-        raise RecipeError(
-            f"parallel.affinity={mode} needs to see the devices of all {world.local_world_size} processes here, and "
-            f"this one sees {visible}; let every task see all (srun --gpu-bind=none), or use "
-            "parallel.affinity=none."
+        raise setting_error(
+            "parallel.affinity",
+            mode,
+            f"needs to see the devices of all {world.local_world_size} processes here, and this one sees {visible}; "
+            "let every task see all (srun --gpu-bind=none), or use parallel.affinity=none.",
         )
     return [node_of_device(_bus(index)) for index in range(world.local_world_size)]
 
@@ -277,7 +280,7 @@ def choose_device(requested: str, world: World) -> torch.device:
     # Metal has no collectives: several processes on a Mac train on its CPU.
     choices = ("cuda", "xpu", "mps", "cpu") if world.world_size == 1 else ("cuda", "xpu", "cpu")
     if requested == "mps" and world.world_size > 1:
-        raise RecipeError("parallel.device=mps works with one process only; use one, or parallel.device=cpu.")
+        raise setting_error("parallel.device", "mps", "works with one process only; use one, or parallel.device=cpu.")
     kind = requested if requested != "auto" else next(k for k in choices if is_available(k))
     if not is_available(kind):
         raise RecipeError(

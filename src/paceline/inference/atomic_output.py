@@ -23,10 +23,12 @@ def check_output(output: Path) -> None:
     """
     with reporting_disk_errors("look for", output):
         if output.exists() or output.is_symlink():
-            raise CheckpointError(f"--output={output} already exists and is not overwritten; give another name.")
+            raise CheckpointError(
+                f"--output={output} already exists and is not overwritten; give another name.", path=output
+            )
         above, _ = _folders(output)
     if not above.is_dir():
-        raise CheckpointError(f"--output={output}: '{above}' is not a directory; give another name.")
+        raise CheckpointError(f"--output={output}: '{above}' is not a directory; give another name.", path=output)
 
 
 @contextlib.contextmanager

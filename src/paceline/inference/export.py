@@ -100,11 +100,14 @@ def _check(request: ExportRequest) -> None:
     known = formats()
     ending = known[request.form].ending
     if ending and request.output.suffix != ending:
-        raise CheckpointError(f"--output={request.output}: the file name must end in {ending}; change it.")
+        raise CheckpointError(
+            f"--output={request.output}: the file name must end in {ending}; change it.", path=request.output
+        )
     if not ending and request.output.suffix and request.output.suffix in {each.ending for each in known.values()}:
         raise CheckpointError(
             f"--output={request.output}: a hub folder's name does not end in {request.output.suffix}; change it, or "
-            "--format."
+            "--format.",
+            path=request.output,
         )
     if request.quantize is not None and request.quantize not in known[request.form].rounds_to:
         able = ", ".join(name for name, each in known.items() if request.quantize in each.rounds_to)

@@ -41,7 +41,9 @@ def load_predictor(
     make = task or trained_task(saved, trust_code=trust_code)
     predictor = make(trained_recipe(saved)).predictor(saved, device or torch.device("cpu"))
     if not isinstance(predictor, TrainedLabeller):
-        raise DataError(f"{saved.path} holds {predictor.holds} and does not classify images; use paceline predict.")
+        raise DataError(
+            f"{saved.path} holds {predictor.holds} and does not classify images; use paceline predict.", path=saved.path
+        )
     return predictor
 
 

@@ -25,7 +25,7 @@ from paceline.files import refuse_special_outputs
 from paceline.pages.blocks import Block, Gallery, Marked, Picture, Table, Text, Tile, Tiles
 from paceline.pages.charts import Chart
 from paceline.plain_text import html_text
-from paceline.records.run_directory import file_error, write_bytes
+from paceline.records.run_directory import file_operation, write_bytes
 
 __all__ = [
     "Block",
@@ -100,10 +100,8 @@ def write_page(path: Path, page: Page) -> Path:
         RunDirectoryError: If the file cannot be written, or its path is not a regular file.
     """
     refuse_special_outputs(path)
-    try:
+    with file_operation("make", path.parent, noun="folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise file_error("make", path.parent, error, noun="folder") from error
     # File names may contain bytes that are not valid Unicode.
     write_bytes(path, _assemble(page).encode("utf-8", "replace"))
     return path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, setting_error
 from paceline.recipe.model import Model
 from paceline.recipe.schema import Recipe
 
@@ -29,10 +29,12 @@ def micro_batch_size(recipe: Recipe, world_size: int) -> int:
         key, size = next(
             each for each in sizes_by_key(recipe) if each[1] // (_largest_part(recipe, fixed)) % world_size
         )
-        raise RecipeError(
-            f"{key}={size} over {world_size} processes gives {size / world_size:g} samples each, which "
+        raise setting_error(
+            key,
+            size,
+            f"over {world_size} processes gives {size / world_size:g} samples each, which "
             f"{'is not whole' if fixed is None else problem}; the global batch is never changed silently, so run it on "
-            f"{', '.join(_divisors(shared))} processes or change {key}."
+            f"{', '.join(_divisors(shared))} processes or change {key}.",
         )
     micro = math.gcd(*recipe.batch.sizes().values()) // world_size if fixed is None else batch // fixed
     _check_ghost_size(recipe, micro, world_size)
@@ -72,10 +74,12 @@ def _check_ghost_size(recipe: Recipe, micro: int, world_size: int) -> None:
     group = recipe.model.ghost_batch_norm
     if group is not None and micro % group:
         divisors = [str(size) for size in range(2, micro + 1) if micro % size == 0]
-        raise RecipeError(
-            f"model.ghost_batch_norm={group} does not divide the micro-batches of {micro} samples that {world_size} "
-            f"process{'es have' if world_size > 1 else ' has'}; choose one of {', '.join(divisors) or 'none'}, or "
-            "another batch.micro_size."
+        raise setting_error(
+            "model.ghost_batch_norm",
+            group,
+            f"does not divide the micro-batches of {micro} samples that {world_size} process"
+            f"{'es have' if world_size > 1 else ' has'}; choose one of {', '.join(divisors) or 'none'}, or another "
+            "batch.micro_size.",
         )
 
 
@@ -114,19 +118,25 @@ def fixed_logical_ranks(recipe: Recipe) -> int | None:
     if micro != "auto":
         for key, size in sizes_by_key(recipe):
             if size % micro:
-                raise RecipeError(
-                    f"{key}={size} is not a multiple of batch.micro_size={micro}; "
-                    f"choose a micro_size that divides it, for example {_nearest_divisor(size, micro)}."
+                raise setting_error(
+                    key,
+                    size,
+                    f"is not a multiple of batch.micro_size={micro}; choose a micro_size that divides it, for example "
+                    f"{_nearest_divisor(size, micro)}.",
                 )
     if ranks != "auto" and batch % ranks:
-        raise RecipeError(
-            f"batch.global_size={batch} cannot be cut into parallel.logical_ranks={ranks} equal parts; "
-            f"choose a number that divides it, for example {_nearest_divisor(batch, ranks)}."
+        raise setting_error(
+            "batch.global_size",
+            batch,
+            f"cannot be cut into parallel.logical_ranks={ranks} equal parts; choose a number that divides it, for "
+            f"example {_nearest_divisor(batch, ranks)}.",
         )
     if micro != "auto" and ranks != "auto" and micro * ranks != batch:
-        raise RecipeError(
-            f"batch.micro_size={micro} times parallel.logical_ranks={ranks} is {micro * ranks}, but "
-            f"batch.global_size={batch}; leave one of the two at auto."
+        raise setting_error(
+            "batch.micro_size",
+            micro,
+            f"times parallel.logical_ranks={ranks} is {micro * ranks}, but batch.global_size={batch}; leave one of the "
+            "two at auto.",
         )
     if ranks != "auto":
         _check_growth_sizes(recipe, batch // ranks)
@@ -143,10 +153,12 @@ def fixed_logical_ranks(recipe: Recipe) -> int | None:
 def _check_growth_sizes(recipe: Recipe, micro: int) -> None:
     for key, size in sizes_by_key(recipe):
         if size % micro:
-            raise RecipeError(
-                f"{key}={size} is not a whole number of the micro-batches of {micro} samples that "
-                f"parallel.logical_ranks={recipe.parallel.logical_ranks} cuts batch.global_size="
-                f"{recipe.batch.global_size} into; choose another size, or more logical ranks."
+            raise setting_error(
+                key,
+                size,
+                f"is not a whole number of the micro-batches of {micro} samples that parallel.logical_ranks="
+                f"{recipe.parallel.logical_ranks} cuts batch.global_size={recipe.batch.global_size} into; choose "
+                "another size, or more logical ranks.",
             )
 
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal
 
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, setting_error
 from paceline.plan.batching import explain_batching, largest_micro_batch, micro_batch_size, sizes_by_key
 from paceline.plan.compute import (
     Compiled,
@@ -245,22 +245,26 @@ def make(
 
 def _check_facts(recipe: Recipe, data: DataFacts, machine: MachineFacts, task: TaskFacts) -> None:
     if data.train_samples < 1 or recipe.data.score_all:
-        raise RecipeError("there are no training samples; check data.path and data.validation_fraction.")
+        raise RecipeError(
+            "there are no training samples; check data.path and data.validation_fraction.", key="data.path"
+        )
     sorts = {"batch.balance": task.lengths_sha256, "data.sampling": task.sampling, "data.mixture": task.mixture}
     key = next((each for each, is_used in sorts.items() if is_used), None)
     if key is not None and data.train_samples > _ARRANGED_AT_MOST:
         raise RecipeError(
             f"{key} sorts all {data.train_samples:,} samples of an epoch, and at most {_ARRANGED_AT_MOST:,} can be "
-            "sorted; turn it off, or train on fewer samples."
+            "sorted; turn it off, or train on fewer samples.",
+            key=key,
         )
     if recipe.evaluate.patience is not None and (recipe.evaluate.every is None or data.evaluation_samples == 0):
         reason = "evaluate.every=off" if recipe.evaluate.every is None else "no held-out samples"
-        raise RecipeError(
-            f"evaluate.patience={recipe.evaluate.patience} has no effect with {reason}: nothing is evaluated; set "
-            f"evaluate.patience=off, or evaluate."
+        raise setting_error(
+            "evaluate.patience",
+            recipe.evaluate.patience,
+            f"has no effect with {reason}: nothing is evaluated; set evaluate.patience=off, or evaluate.",
         )
     if recipe.train.precision == "fp8" and (lacking := machine.lacks.get("fp8")):
-        raise RecipeError(f"train.precision=fp8 is not available here: {lacking}; use bf16, or auto.")
+        raise setting_error("train.precision", "fp8", f"is not available here: {lacking}; use bf16, or auto.")
 
 
 def _explain_steps(recipe: Recipe, data: DataFacts, epochs: Epochs, total: int) -> dict[str, str]:
@@ -367,7 +371,8 @@ def _freeze_steps(
     if durations and recipe.model.compile:
         raise RecipeError(
             f"model.{key} does not work with model.compile=true, which fixes at the start what has a gradient; leave "
-            "one out."
+            "one out.",
+            key=f"model.{key}",
         )
     result = {}
     for pattern, length in durations.items():
@@ -376,7 +381,8 @@ def _freeze_steps(
             verb = "stays frozen" if key == "unfreeze" else "is trained"
             raise RecipeError(
                 f"model.{key}: '{pattern}' {verb} for '{length}', which is {steps} of the run's {total} steps; it "
-                "must be more than none and fewer than all."
+                "must be more than none and fewer than all.",
+                key=f"model.{key}",
             )
     return result
 
@@ -388,16 +394,20 @@ def _check_growth(epochs: Epochs, total: int) -> None:
         RecipeError: Naming it.
     """
     for previous, phase in pairwise(epochs.phases):
-        setting = f"batch.growth.{phase.first_epoch}={phase.global_batch_size}"
+        key, size = f"batch.growth.{phase.first_epoch}", phase.global_batch_size
         if phase.first_step >= total:
-            raise RecipeError(
-                f"{setting} begins with step {phase.first_step + 1}, but the run ends with step {total}; leave it out, "
-                "or lengthen train.duration."
+            raise setting_error(
+                key,
+                size,
+                f"begins with step {phase.first_step + 1}, but the run ends with step {total}; leave it out, or "
+                "lengthen train.duration.",
             )
-        if min(previous.global_batch_size, phase.global_batch_size) >= epochs.samples:
-            raise RecipeError(
-                f"{setting} has no effect: an epoch has only {epochs.samples} samples, and each step already uses all "
-                "of them; leave it out."
+        if min(previous.global_batch_size, size) >= epochs.samples:
+            raise setting_error(
+                key,
+                size,
+                f"has no effect: an epoch has only {epochs.samples} samples, and each step already uses all of them; "
+                "leave it out.",
             )
 
 
@@ -448,18 +458,20 @@ def _profiled(profile: Profile, epochs: Epochs, total: int, device: str) -> tupl
     if profile.steps is None:
         return None
     if profile.tool == "nsys" and device != "cuda":
-        raise RecipeError(
-            f"telemetry.profile.tool=nsys marks steps for NVIDIA's Nsight Systems, and this run is on {device}; use "
-            "telemetry.profile.tool=torch."
+        raise setting_error(
+            "telemetry.profile.tool",
+            "nsys",
+            f"marks steps for NVIDIA's Nsight Systems, and this run is on {device}; use telemetry.profile.tool=torch.",
         )
     first = epochs.steps_in(profile.after, total)
     if first < 1:
-        raise RecipeError(
-            f"telemetry.profile.after='{profile.after}' leaves the profiler no warm-up step; give at least '1 step'."
-        )
+        problem = "leaves the profiler no warm-up step; give at least '1 step'."
+        raise setting_error("telemetry.profile.after", profile.after, problem)
     if first + profile.steps > total:
         raise RecipeError(
             f"telemetry.profile asks for steps {first + 1} to {first + profile.steps}, beyond the run's {total}; lower "
-            "telemetry.profile.after or telemetry.profile.steps."
+            "telemetry.profile.after or telemetry.profile.steps.",
+            key="telemetry.profile.steps",
+            value=profile.steps,
         )
     return first, first + profile.steps

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.errors import RecipeError
+from paceline.errors import setting_error
 from paceline.plan.facts import DataFacts, MachineFacts, NetworkFacts
 from paceline.recipe.schema import Recipe
 from paceline.units import counted
@@ -14,6 +14,7 @@ from paceline.units import counted
 # A size with fewer forward passes than this is not worth the compilation time.
 _MIN_COMPILED_FRACTION = 0.05
 
+_MODE = "model.compile_mode"
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of ``model.compile_mode`` that record CUDA graphs."""
 _WITH_TIMING = ("max-autotune", "max-autotune-no-cudagraphs")
@@ -68,17 +69,20 @@ def plan_compilation(
     if not model.compile:
         return Compiled()
     if model.compile_backend != "inductor" and model.compile_mode != "default":
-        raise RecipeError(
-            f"model.compile_mode={model.compile_mode} is a mode of inductor, and has no effect with "
-            f"model.compile_backend={model.compile_backend}; leave one of the two out."
+        raise setting_error(
+            _MODE,
+            model.compile_mode,
+            f"is a mode of inductor, and has no effect with model.compile_backend={model.compile_backend}; leave one "
+            "of the two out.",
         )
     _check_graphs(recipe, machine.device, max(parts) // world_size)
     if model.compile_mode in _WITH_TIMING and (recipe.train.deterministic or recipe.parallel.exact):
         setting = "train.deterministic" if recipe.train.deterministic else "parallel.exact"
-        raise RecipeError(
-            f"model.compile_mode={model.compile_mode} picks the kernels that benchmark fastest, which can differ "
-            f"between launches, and {setting}=true requires the same sums each time; use "
-            "model.compile_mode=default."
+        raise setting_error(
+            _MODE,
+            model.compile_mode,
+            "picks the kernels that benchmark fastest, which can differ between launches, and "
+            f"{setting}=true requires the same sums each time; use {_MODE}=default.",
         )
     trained = training_sizes(data.train_samples, recipe.batch.global_size, parts[0])
     scored = evaluation_sizes(data.evaluation_samples, resolve_evaluation_batch(recipe))
@@ -112,10 +116,7 @@ def _check_graphs(recipe: Recipe, device: str, accumulation_steps: int) -> None:
     instead = "default" if mode == "reduce-overhead" else "max-autotune-no-cudagraphs"
     for reason, (applies, alternative) in objections.items():
         if applies and mode in WITH_GRAPHS:
-            raise RecipeError(
-                f"model.compile_mode={mode} records CUDA graphs, {reason}; use "
-                f"model.compile_mode={instead}{alternative}."
-            )
+            raise setting_error(_MODE, mode, f"records CUDA graphs, {reason}; use {_MODE}={instead}{alternative}.")
 
 
 def without_slow_bf16(machine: MachineFacts, network: NetworkFacts | None) -> MachineFacts:
@@ -148,7 +149,7 @@ def resolve_float32_matmul(recipe: Recipe, machine: MachineFacts) -> str:
         return "default"
     feature = {"high": "tf32", "medium": "bf16_products"}.get(requested, "")
     if reason := machine.lacks.get(feature):
-        raise RecipeError(f"train.float32_matmul={requested} has no effect here: {reason}; use auto or highest.")
+        raise setting_error("train.float32_matmul", requested, f"has no effect here: {reason}; use auto or highest.")
     return requested
 
 

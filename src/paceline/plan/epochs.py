@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count, takewhile
 
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, setting_error
 from paceline.units import Duration
 
 SORTED_AT_MOST = 2**24
@@ -168,12 +168,10 @@ class Epochs:
             RecipeError: If it has no steps, or its duration is a percentage.
         """
         try:
-            total = self.steps_in(duration, None)
+            return self._at_least_one("train.duration", duration, None)
         except ValueError as error:
-            raise RecipeError(f"train.duration: {error}; give epochs, steps or samples.") from None
-        if total < 1:
-            raise RecipeError(f"train.duration='{duration}' is less than one step; give at least '1 steps'.")
-        return total
+            message = f"train.duration: {error}; give epochs, steps or samples."
+            raise RecipeError(message, key="train.duration", value=duration) from None
 
     def steps_within(self, key: str, length: Duration, total: int, *, at_end: bool = False) -> int:
         """Return the steps of a duration that must fit into the run.
@@ -183,10 +181,8 @@ class Epochs:
         """
         steps = self.steps_at_end(length, total) if at_end else self.steps_in(length, total)
         if steps > total:
-            raise RecipeError(
-                f"{key}='{length}' is {steps} steps, longer than the run's {total}; "
-                "shorten it, or lengthen train.duration."
-            )
+            problem = f"is {steps} steps, longer than the run's {total}; shorten it, or lengthen train.duration."
+            raise setting_error(key, length, problem)
         return steps
 
     def interval(self, key: str, length: Duration | None, total: int) -> int | None:
@@ -195,9 +191,10 @@ class Epochs:
         Raises:
             RecipeError: If the interval is less than one step.
         """
-        if length is None:
-            return None
+        return None if length is None else self._at_least_one(key, length, total)
+
+    def _at_least_one(self, key: str, length: Duration, total: int | None) -> int:
         steps = self.steps_in(length, total)
         if steps < 1:
-            raise RecipeError(f"{key}='{length}' is less than one step; give at least '1 steps'.")
+            raise setting_error(key, length, "is less than one step; give at least '1 steps'.")
         return steps

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from itertools import count, takewhile
 from typing import SupportsFloat
 
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, setting_error
 from paceline.plan.epochs import BatchPhase, Epochs
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Course, Schedule
@@ -60,29 +60,35 @@ def plan_schedule(recipe: Recipe, epochs: Epochs, total: int) -> Rates:
     batches = [min(phase.global_batch_size, epochs.samples) for phase in epochs.phases]
     peak, *grown = (optimizer.lr * lr_factor(recipe, batch) for batch in batches)
     if schedule.weight_decay.name != "constant" and optimizer.weight_decay == 0:
-        raise RecipeError(
-            f"schedule.weight_decay.name={schedule.weight_decay.name} starts from optimizer.weight_decay, which is 0: "
-            "set that, or leave the schedule out."
+        raise setting_error(
+            "schedule.weight_decay.name",
+            schedule.weight_decay.name,
+            "starts from optimizer.weight_decay, which is 0: set that, or leave the schedule out.",
         )
     warmup = epochs.steps_within("schedule.warmup", schedule.warmup, total)
     decay = 0
     if schedule.name == "trapezoid":
         decay = epochs.steps_within("schedule.decay", schedule.decay, total, at_end=True)
     if warmup + decay > total:
-        raise RecipeError(
-            f"schedule.warmup='{schedule.warmup}' and schedule.decay='{schedule.decay}' are {warmup + decay} steps, "
-            f"longer than the run's {total}; shorten one of them."
+        raise setting_error(
+            "schedule.warmup",
+            schedule.warmup,
+            f"and schedule.decay='{schedule.decay}' are {warmup + decay} steps, longer than the run's {total}; shorten "
+            "one of them.",
         )
     period = schedule.period
     if period is not None and recipe.batch.growth and period.unit in ("epochs", "samples"):
-        raise RecipeError(
-            f"schedule.period='{period}' is not the same number of steps before and after the batch grows "
-            "(batch.growth), and periods are counted in steps; give it in steps or percent."
+        raise setting_error(
+            "schedule.period",
+            period,
+            "is not the same number of steps before and after the batch grows (batch.growth), and periods are counted "
+            "in steps; give it in steps or percent.",
         )
     if schedule.name == "one_cycle" and warmup < 1:
-        raise RecipeError(
-            "schedule.name=one_cycle rises during schedule.warmup, which has no steps here; set it, for example to "
-            "'30%'."
+        raise setting_error(
+            "schedule.name",
+            "one_cycle",
+            "rises during schedule.warmup, which has no steps here; set it, for example to '30%'.",
         )
     return Rates(
         peak_lr=peak,
@@ -156,9 +162,11 @@ def _first_rate(recipe: Recipe, peak: float) -> float | None:
     schedule = recipe.schedule
     if schedule.warmup_from == "unscaled":
         if recipe.optimizer.lr_scaling == "none":
-            raise RecipeError(
-                "schedule.warmup_from=unscaled starts from optimizer.lr before scaling, but optimizer.lr_scaling=none; "
-                "set a rule, or a share of the peak."
+            raise setting_error(
+                "schedule.warmup_from",
+                "unscaled",
+                "starts from optimizer.lr before scaling, but optimizer.lr_scaling=none; set a rule, or a share of the "
+                "peak.",
             )
         return recipe.optimizer.lr
     if schedule.warmup_from != "auto":
@@ -349,7 +357,7 @@ class LearningRate:
 def _custom_rate(shape: Callable[[LearningRate, int], float], rate: LearningRate, step: int) -> float:
     found: float = call_reference("schedule.name", rate.name, shape, RecipeError, rate, step)
     if not isinstance(found, SupportsFloat):
-        raise RecipeError(f"schedule.name={rate.name} gave a {type(found).__name__}, not a learning rate.")
+        raise setting_error("schedule.name", rate.name, f"gave a {type(found).__name__}, not a learning rate.")
     return found
 
 

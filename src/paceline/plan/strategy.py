@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, setting_error
 from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES
 from paceline.plan.facts import NetworkFacts, ParameterNumbers
 from paceline.recipe.schema import Recipe
@@ -64,22 +64,27 @@ def _check_exact(recipe: Recipe) -> None:
     if recipe.parallel.strategy != "auto":
         raise RecipeError(
             f"parallel.exact=true sums gradients in its own order, and parallel.strategy={recipe.parallel.strategy} "
-            "does not; leave the strategy at auto, or turn exactness off."
+            "does not; leave the strategy at auto, or turn exactness off.",
+            key="parallel.exact",
+            value=True,
         )
     if recipe.parallel.unused_parameters == "allow":
-        raise RecipeError(
-            "parallel.unused_parameters=allow does not work with parallel.exact=true, which sums a gradient of every "
-            "trainable parameter; freeze unused ones (model.frozen)."
+        raise setting_error(
+            "parallel.unused_parameters",
+            "allow",
+            "does not work with parallel.exact=true, which sums a gradient of every trainable parameter; freeze unused "
+            "ones (model.frozen).",
         )
 
 
 def _check_processes(requested: str, world_size: int) -> None:
     if requested == "single" and world_size > 1:
-        raise RecipeError(f"parallel.strategy=single with {world_size} processes; use ddp, fsdp, auto, or one process.")
-    if requested in ("ddp", "fsdp") and world_size == 1:
-        raise RecipeError(
-            f"parallel.strategy={requested} has no effect with one process; use auto, or --processes 2 or more."
-        )
+        problem = f"with {world_size} processes; use ddp, fsdp, auto, or one process."
+    elif requested in ("ddp", "fsdp") and world_size == 1:
+        problem = "has no effect with one process; use auto, or --processes 2 or more."
+    else:
+        return
+    raise setting_error("parallel.strategy", requested, problem)
 
 
 def choose_automatically(
@@ -150,8 +155,8 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
         "parallel.gather_dtype=bf16 computes in bf16, and train.precision=fp32 does not; use train.precision=bf16, or "
         "gather fp32.": recipe.parallel.gather_dtype == "bf16" and precision == "fp32",
     }
-    if message := next((objection for objection, applies in objections.items() if applies), None):
-        raise RecipeError(message)
+    if message := next((objection for objection, applies in objections.items() if applies), None):  # its key is first
+        raise RecipeError(message, key=message.split()[0].partition("=")[0])
 
 
 def _check_noise_scale(recipe: Recipe, strategy: str, *, min_parts: int) -> None:
@@ -167,19 +172,23 @@ def _check_noise_scale(recipe: Recipe, strategy: str, *, min_parts: int) -> None
     """
     if recipe.telemetry.noise_scale is None:
         return
-    setting = f"telemetry.noise_scale='{recipe.telemetry.noise_scale}'"
+    key, value = "telemetry.noise_scale", recipe.telemetry.noise_scale
     if strategy == "fsdp":
-        raise RecipeError(
-            f"{setting} compares the gradient of a micro-batch with the whole batch's, but with parallel.strategy=fsdp "
-            "no process holds its own whole gradient; use parallel.strategy=ddp, or turn it off."
+        raise setting_error(
+            key,
+            value,
+            "compares the gradient of a micro-batch with the whole batch's, but with parallel.strategy=fsdp no process "
+            "holds its own whole gradient; use parallel.strategy=ddp, or turn it off.",
         )
     if min_parts < 2:
         batch = recipe.batch.global_size
         half = next((size for size in range(batch // 2, 0, -1) if batch % size == 0), 1)
         remedy = f"set batch.micro_size={half}, use several processes, " if batch > 1 else "use a larger batch "
-        raise RecipeError(
-            f"{setting} compares the gradients of a step's micro-batches, and here a step is one micro-batch of "
-            f"{batch} samples; {remedy}or leave it off and run `paceline noise-scale`, which splits the batch itself."
+        raise setting_error(
+            key,
+            value,
+            f"compares the gradients of a step's micro-batches, and here a step is one micro-batch of {batch} samples; "
+            f"{remedy}or leave it off and run `paceline noise-scale`, which splits the batch itself.",
         )
 
 

@@ -144,11 +144,13 @@ def check_output(path: Path) -> None:
         DataError: If its extension is not supported, it exists, or its folder does not.
     """
     if path.suffix not in _WRITERS:
-        raise DataError(f"--output={path}: the name must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}; change it.")
+        raise DataError(
+            f"--output={path}: the name must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}; change it.", path=path
+        )
     if os.path.lexists(path):
-        raise DataError(f"--output={path} already exists and is not overwritten; give another name.")
+        raise DataError(f"--output={path} already exists and is not overwritten; give another name.", path=path)
     if not path.parent.is_dir():
-        raise DataError(f"--output={path}: there is no directory '{path.parent}'; create it first.")
+        raise DataError(f"--output={path}: there is no directory '{path.parent}'; create it first.", path=path)
 
 
 @contextmanager
@@ -169,7 +171,9 @@ def answer_file(path: Path, predictor: Predictor) -> Iterator[AnswerWriter]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise DataError(f"--output={path}: another command is writing it; give another name.") from None
+                raise DataError(
+                    f"--output={path}: another command is writing it; give another name.", path=path
+                ) from None
             check_output(path)  # the other command may have completed it just now
             writer = _WRITERS[path.suffix](partial, predictor)
             try:

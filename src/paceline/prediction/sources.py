@@ -134,8 +134,9 @@ def _opened(source: Path, left_out: SkippedItems) -> Iterable[PictureFile]:
     if _PATTERN & set(str(source)):
         return _matching(str(source), left_out)
     raise DataError(
-        f"'{source}' does not exist; give image files, folders or archives of them, patterns in quotes, or - for paths "
-        "from standard input."
+        f"'{source}' does not exist; give image files, folders or archives of them, patterns in quotes, or - for "
+        "paths from standard input.",
+        path=source,
     )
 
 
@@ -206,7 +207,7 @@ def members(archive: Path, left_out: SkippedItems) -> Iterator[PictureFile]:
         count += 1
         yield picture
     if not count:
-        raise DataError(f"'{archive}' contains no image; supported extensions: {', '.join(EXTENSIONS)}.")
+        raise DataError(f"'{archive}' contains no image; supported extensions: {', '.join(EXTENSIONS)}.", path=archive)
 
 
 def _shown(archive: Path, name: str) -> Path:
@@ -240,7 +241,7 @@ def _zipped(archive: Path, left_out: SkippedItems) -> Iterator[PictureFile]:
     try:
         file = zipfile.ZipFile(archive)
     except _DAMAGES as error:
-        raise DataError(f"'{archive}' cannot be read as a zip archive: {error}.") from error
+        raise DataError(f"'{archive}' cannot be read as a zip archive: {error}.", path=archive) from error
     lock = threading.Lock()
 
     def read(entry: zipfile.ZipInfo, path: Path) -> bytes:
@@ -310,5 +311,5 @@ def _in_tar(archive: Path, left_out: SkippedItems) -> Iterator[PictureFile]:
                 yield PictureFile(path, partial(bytes, member.read()))
     except (tarfile.TarError, *_DAMAGES) as error:
         if is_first:
-            raise DataError(f"'{archive}' cannot be read as a tar archive: {error}.") from error
+            raise DataError(f"'{archive}' cannot be read as a tar archive: {error}.", path=archive) from error
         yield PictureFile.broken(archive, f"the archive is damaged, what follows cannot be read: {error}")

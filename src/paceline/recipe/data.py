@@ -15,11 +15,9 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
-from pydantic.dataclasses import dataclass
 
 from paceline.dataset_registry import DatasetNames
 from paceline.recipe.fields import (
-    STRICT,
     Applies,
     Auto,
     Belongs,
@@ -39,6 +37,7 @@ from paceline.recipe.fields import (
     PositiveInt,
     Switch,
     parse_integer,
+    section,
 )
 from paceline.registry import installed
 
@@ -120,7 +119,7 @@ _SMALLEST = 32
 _MOST_ROWS = 10**10
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Jitter:
     """Colour jitter: each strength is the largest relative change."""
 
@@ -136,7 +135,7 @@ class Jitter:
     """Share of the images that are varied."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Mix:
     """How training samples are mixed with each other; the draws are keyed by (seed, step)."""
 
@@ -153,7 +152,7 @@ class Mix:
     """Mix only in this many first epochs; `off`: in all."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Augment:
     """How a training image is varied. Every draw is keyed by (seed, epoch, sample), never by worker or rank."""
 
@@ -223,7 +222,7 @@ class Augment:
         return self
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Progressive:
     """Training images that grow from epoch to epoch (Howard 2018): early epochs cost less."""
 
@@ -252,7 +251,7 @@ class Progressive:
         return min(max(rounded, self.start_size), image_size)
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Text:
     """How text becomes samples."""
 
@@ -277,7 +276,7 @@ class Text:
     """Share of a sample's tokens to predict, at least one."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class GeneratedBoxes:
     """The data set `shapes`: discs, rectangles and triangles on a pattern, each drawn from its number alone."""
 
@@ -302,7 +301,7 @@ class GeneratedBoxes:
         return self
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Boxes:
     """How pictures with boxes around their objects are read and shown."""
 
@@ -333,7 +332,7 @@ class Boxes:
         return self
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Clicks:
     """Click samples: numbers, categories and a click label."""
 
@@ -369,7 +368,7 @@ def _or_installed(value: object, built_in: ValidatorFunctionWrapHandler) -> obje
         raise
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Data:
     """Which samples a run sees."""
 

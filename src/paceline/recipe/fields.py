@@ -8,15 +8,17 @@ import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from paceline.dataset_registry import DatasetNames
 from paceline.plain_yaml import AmbiguousScalar, resolve_values, to_boolean
 from paceline.registry import Kind, built_in
 from paceline.units import DURATION_RULE, TIME_RULE, Duration, TimeSpan
 
+T = TypeVar("T")
 Auto = Literal["auto"]
 
 
@@ -161,8 +163,11 @@ class Belongs:
     to: str
 
 
-# The configuration of every section: unknown keys are refused, and `2019` is text where text is expected.
-STRICT: ConfigDict = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field, Field))
+def section(kind: type[T]) -> type[T]:
+    """Make a class a section of the recipe: unknown keys are refused, and `2019` is text where text is expected."""
+    config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+    return checked_dataclass(frozen=True, kw_only=True, config=config)(kind)  # type: ignore[return-value]  # still T
 
 
 def plain(value: Any) -> Any:

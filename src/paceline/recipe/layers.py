@@ -84,10 +84,10 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
             if candidates:
                 options = " or ".join(f"'{candidate}'" for candidate in candidates)
                 message = f"{where}: unknown key '{dotted}'. Did you mean {options}?"
-                raise RecipeError(message, key=dotted, value=value, rule="a known key")
-            # Prefixed with its sections, as an override must write it: `lr` alone is not a key.
-            hint = did_you_mean(str(key), fields, shown=lambda name: f"{path}{name}")
-            message = f"{where}: unknown key '{dotted}'.{hint} Keys of {owner}: {', '.join(fields)}."
+            else:
+                # Prefixed with its sections, as an override must write it: `lr` alone is not a key.
+                hint = did_you_mean(str(key), fields, shown=lambda name: f"{path}{name}")
+                message = f"{where}: unknown key '{dotted}'.{hint} Keys of {owner}: {', '.join(fields)}."
             raise RecipeError(message, key=dotted, value=value, rule="a known key")
         inner = subsection(section, key)
         if inner is not None:

@@ -287,25 +287,22 @@ def _locate(source: str | Path, base_dir: Path = Path()) -> Path:
         message = f"no recipe '{source}': {error.strerror}. Correct the path."
         raise RecipeError(message, path=path, rule=_FOUND) from error
     if is_folder:
-        raise RecipeError(
+        message = (
             f"'{source}' is a folder, but a recipe is a name or a YAML file; to train on a folder of images: "
-            f"paceline train image_folder data.path={source}",
-            path=path,
-            rule=_FOUND,
+            f"paceline train image_folder data.path={source}"
         )
-    if kind := special_kind(path):
+    elif kind := special_kind(path):
         message = f"'{source}' is {kind}, but a recipe is a name or a YAML file. Correct the path."
-        raise RecipeError(message, path=path, rule=_FOUND)
-    if path.suffix in _ENDINGS or (os.sep in str(source) and "=" not in str(source)):
-        raise RecipeError(_no_file(str(source), base_dir), path=path, rule=_FOUND)
-    if hint := did_you_mean(str(source), [*shipped, *(entry.name for entry in base_dir.glob("*.y*ml"))]):
-        raise RecipeError(f"no recipe '{source}'.{hint} `paceline recipes` lists all.", path=path, rule=_FOUND)
-    raise RecipeError(
-        f"no recipe '{source}': it is neither a shipped recipe nor an existing file or run directory; "
-        "`paceline recipes` lists the shipped ones.",
-        path=path,
-        rule=_FOUND,
-    )
+    elif path.suffix in _ENDINGS or (os.sep in str(source) and "=" not in str(source)):
+        message = _no_file(str(source), base_dir)
+    elif hint := did_you_mean(str(source), [*shipped, *(entry.name for entry in base_dir.glob("*.y*ml"))]):
+        message = f"no recipe '{source}'.{hint} `paceline recipes` lists all."
+    else:
+        message = (
+            f"no recipe '{source}': it is neither a shipped recipe nor an existing file or run directory; "
+            "`paceline recipes` lists the shipped ones."
+        )
+    raise RecipeError(message, path=path, rule=_FOUND)
 
 
 def _no_file(source: str, base_dir: Path) -> str:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
-from pydantic.dataclasses import dataclass
 
 from paceline.plain_yaml import to_boolean
 from paceline.recipe.fields import (
-    STRICT,
     Applies,
     Auto,
     Belongs,
@@ -22,6 +20,7 @@ from paceline.recipe.fields import (
     PositiveFloat,
     PositiveInt,
     Switch,
+    section,
 )
 from paceline.references import is_reference
 
@@ -44,7 +43,7 @@ _ADAPTED = Needs(("model.adapters.rank",), "there are no adapters (model.adapter
 _Rank = Annotated[PositiveInt, Field(le=65_536)]
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Adapters:
     """Low-rank adapters (Hu et al. 2021): only they and the classifier are trained."""
 
@@ -60,7 +59,7 @@ class Adapters:
     """Share of an adapter's input that is dropped in training."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Model:
     """Which network is trained."""
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic.dataclasses import dataclass
 
 from paceline.recipe.fields import (
-    STRICT,
     Applies,
     Auto,
     Interval,
@@ -22,6 +20,7 @@ from paceline.recipe.fields import (
     Switch,
     Time,
     parse_integer,
+    section,
 )
 from paceline.units import Duration, TimeSpan
 
@@ -41,7 +40,7 @@ _OF_FSDP = Applies("strategy", ("auto", "fsdp"))
 _Threshold = Annotated[PositiveFloat, Field(lt=1)]
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Evaluate:
     """When and how the validation samples are scored."""
 
@@ -74,7 +73,7 @@ class Evaluate:
     matrix; 0 keeps neither."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Checkpoint:
     """When the run's state is saved, and how many checkpoints are kept."""
 
@@ -97,7 +96,7 @@ class Checkpoint:
     """Maximum wait for unfinished copies at the end of a run or at a stop."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Parallel:
     """Which device, and how several processes work together."""
 
@@ -153,7 +152,7 @@ def check_unique(value: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
     return value
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Submission:
     """Who ran the submission, where, and in which division."""
 
@@ -171,7 +170,7 @@ class Submission:
     """Whether you emptied the system's file cache before the run."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Profile:
     """Profile some steps of a run by operator. It does not change the weights."""
 
@@ -188,7 +187,7 @@ class Profile:
     """Also record what each operator allocates."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Telemetry:
     """What is recorded of the run."""
 

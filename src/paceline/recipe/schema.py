@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
-from pydantic.dataclasses import dataclass
 
 from paceline.errors import RecipeError
 from paceline.recipe.data import Data
-from paceline.recipe.fields import STRICT, Applies, Names, parse_integer
+from paceline.recipe.fields import Applies, Names, parse_integer, section
 from paceline.recipe.model import Model
 from paceline.recipe.running import Checkpoint, Evaluate, Parallel, Telemetry
 from paceline.recipe.training import Batch, Distillation, Optimizer, Schedule, Train
 from paceline.references import is_code_trusted, is_reference
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Recipe:
     """All settings of a run. Sections have the names of the rooms that act on them."""
 

@@ -7,11 +7,9 @@ from itertools import pairwise
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic.dataclasses import dataclass
 
 from paceline.optimizers import RULES, UNKNOWN_RULE, Rule, optimizers_with
 from paceline.recipe.fields import (
-    STRICT,
     Applies,
     Auto,
     Belongs,
@@ -29,6 +27,7 @@ from paceline.recipe.fields import (
     PositiveFloat,
     PositiveInt,
     Switch,
+    section,
 )
 from paceline.units import Duration
 
@@ -40,7 +39,7 @@ _NOTHING_SCALED = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class ParameterGroup:
     """Settings of a parameter group that differ from the rest."""
 
@@ -50,7 +49,7 @@ class ParameterGroup:
     """Their weight decay, 0 for none; `auto` does not change it."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Optimizer:
     """The update rule."""
 
@@ -211,7 +210,7 @@ _RAGGED = Needs(
 )
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Batch:
     """Samples per step; absolute, for any number of processes."""
 
@@ -238,7 +237,7 @@ class Batch:
         return {0: self.global_size} | dict(sorted(self.growth.items()))
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class GradScaler:
     """Loss scaling for fp16 (torch.amp.GradScaler)."""
 
@@ -252,7 +251,7 @@ class GradScaler:
     """Steps without overflow before the scale grows."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Train:
     """Duration, precision and loss."""
 
@@ -300,7 +299,7 @@ class Train:
     is measured before the first step."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Distillation:
     """How a network learns from another one, its teacher."""
 
@@ -319,7 +318,7 @@ _NOISY = Needs(("schedule.noise.std",), "the learning rate has no noise (schedul
 _WARMED_UP = Needs(("warm-up",), "there is no warm-up (schedule.warmup)")
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Course:
     """A second setting of the optimizer as a function of the step."""
 
@@ -330,7 +329,7 @@ class Course:
     """Its final value."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class RateNoise:
     """Noise on the learning rate, as timm's `--lr-noise`: a new factor for each epoch, drawn around 1."""
 
@@ -344,7 +343,7 @@ class RateNoise:
     """Epochs that begin here or later have no noise."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@section
 class Schedule:
     """The learning rate and other scheduled settings: pure functions, with no state to save."""
 

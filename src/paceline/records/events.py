@@ -17,12 +17,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar, dataclass_transform
 
 from paceline.errors import RunDirectoryError
 from paceline.plain_text import load_json
-from paceline.records.run_directory import encode_json, file_error, refuse_special_file, sync_directory, write_bytes
+from paceline.records.run_directory import (
+    encode_json,
+    file_operation,
+    refuse_special_file,
+    sync_directory,
+    write_bytes,
+)
 
+T = TypeVar("T")
 Numbers = Mapping[str, float | None]
 Status = Literal["completed", "stopped", "failed"]
 Weights = Literal["model", "ema"]
@@ -30,7 +37,12 @@ Weights = Literal["model", "ema"]
 _FLATTENED = frozenset({"metrics", "timings", "details", "inputs"})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def _event(kind: type[T]) -> type[T]:
+    return dataclass(frozen=True, kw_only=True)(kind)
+
+
+@_event
 class Event:
     """Base of all events.
 
@@ -68,7 +80,7 @@ class Event:
         return document
 
 
-@dataclass(frozen=True, kw_only=True)
+@_event
 class StartEvent(Event):
     """The processes of a run started training: once per launch, at step 0 or the step restored.
 
@@ -86,7 +98,7 @@ class StartEvent(Event):
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@_event
 class ResumeEvent(Event):
     """Training resumes from a checkpoint.
 
@@ -104,7 +116,7 @@ class ResumeEvent(Event):
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@_event
 class StepEvent(Event):
     """A log record; loss and timings are over the steps since the previous record.
 
@@ -142,7 +154,7 @@ class StepEvent(Event):
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@_event
 class EvaluationEvent(Event):
     """One pass over a held-out split.
 
@@ -169,7 +181,7 @@ class EvaluationEvent(Event):
     inputs: Numbers = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@_event
 class CheckpointEvent(Event):
     """A checkpoint is being saved. Written before it is committed, so that a complete one always has its event.
 
@@ -183,7 +195,7 @@ class CheckpointEvent(Event):
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@_event
 class ProfileEvent(Event):
     """Some steps were profiled.
 
@@ -202,7 +214,7 @@ class ProfileEvent(Event):
     folder: str | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@_event
 class IncidentEvent(Event):
     """An incident, whether or not the run survived it.
 
@@ -223,7 +235,7 @@ class IncidentEvent(Event):
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@_event
 class MeasurementEvent(Event):
     """A measurement of the run's network before a launch's first step, which did not change the network.
 
@@ -242,7 +254,7 @@ class MeasurementEvent(Event):
     metrics: Numbers = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@_event
 class StopEvent(Event):
     """The loop ended before the last step: a signal, early stopping, an error."""
 
@@ -252,7 +264,7 @@ class StopEvent(Event):
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@_event
 class FinishEvent(Event):
     """The processes of a run ended; ``summary.json`` has the details.
 
@@ -277,7 +289,7 @@ def detach(path: Path) -> None:
     Raises:
         RunDirectoryError: If the disk fails; the file is then unchanged.
     """
-    try:
+    with file_operation("copy", path):
         if not path.is_file() or path.stat().st_nlink == 1:
             return
         target = path.resolve()
@@ -291,8 +303,6 @@ def detach(path: Path) -> None:
         finally:
             temporary.unlink(missing_ok=True)
         sync_directory(target.parent)
-    except OSError as error:
-        raise file_error("copy", path, error) from error
 
 
 class AppendFile:
@@ -312,28 +322,22 @@ class AppendFile:
         self._path = path
         refuse_special_file(path)
         detach(path)
-        try:
+        with file_operation("open", path):
             path.parent.mkdir(exist_ok=True)
             self._file = path.open("ab", buffering=buffering)
             sync_directory(path.parent)
-        except OSError as error:
-            raise file_error("open", path, error) from error
 
     def write(self, content: bytes) -> None:
         """Append bytes."""
-        try:
+        with file_operation("write", self._path):
             self._file.write(content)
-        except OSError as error:
-            raise file_error("write", self._path, error) from error
 
     def flush(self, *, durable: bool = False) -> None:
         """Pass all data to the operating system; with ``durable``, wait until it is on the disk."""
-        try:
+        with file_operation("write", self._path):
             self._file.flush()
             if durable:
                 os.fsync(self._file.fileno())
-        except OSError as error:
-            raise file_error("write", self._path, error) from error
 
     def close(self) -> None:
         """Flush durably and close; closing twice is harmless."""
@@ -383,12 +387,9 @@ def truncate_after(path: Path, position: int) -> int:
         RunDirectoryError: If a line other than the last is not an event.
     """
     refuse_special_file(path)
-    try:
+    lines = list[bytes]()
+    with file_operation("read", path), contextlib.suppress(FileNotFoundError):
         lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return 0
-    except OSError as error:
-        raise file_error("read", path, error) from error
     kept: list[bytes] = []
     for number, line in enumerate(lines, start=1):
         event = parse_line(line, path, number, is_last=number == len(lines))

@@ -16,6 +16,7 @@ becomes visible. A kill can tear the last record: it is ignored when reading and
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import heapq
 import io
@@ -36,7 +37,7 @@ from numpy.typing import ArrayLike, NDArray
 from paceline.errors import RunDirectoryError
 from paceline.records.events import AppendFile, detach
 from paceline.records.reader import LedgerFacts
-from paceline.records.run_directory import file_error, refuse_special_file, write_bytes
+from paceline.records.run_directory import file_operation, refuse_special_file, write_bytes
 
 _MAGIC = b"PLED"
 _HEADER = struct.Struct("<4sIIQII")
@@ -181,12 +182,10 @@ def ledger_files(directory: Path) -> list[Path]:
     Raises:
         RunDirectoryError: If the folder cannot be read.
     """
-    try:  # not Path.glob: it takes a folder that must not be read for an empty one
+    with file_operation("read", directory, noun="folder"), contextlib.suppress(FileNotFoundError):
+        # Not Path.glob: it takes a folder that must not be read for an empty one.
         return [directory / name for name in sorted(os.listdir(directory)) if fnmatch(name, "rank-*.ids")]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise file_error("read", directory, error, noun="folder") from error
+    return []
 
 
 def read_ledger(path: Path) -> Iterator[Entry]:
@@ -222,14 +221,12 @@ def truncate_ledgers(directory: Path, step: int, *, exclude: Collection[Path] = 
             ends[path], last = end, entry.step
             samples += entry.samples
     for path, end in ends.items():
-        try:
+        with file_operation("truncate", path):
             detach(path)
             if end < path.stat().st_size:
                 with path.open("r+b") as file:
                     file.truncate(end)
                     os.fsync(file.fileno())
-        except OSError as error:
-            raise file_error("truncate", path, error) from error
     return samples
 
 
@@ -257,13 +254,10 @@ def _records(path: Path) -> Iterator[tuple[int, Entry]]:
     refuse_special_file(path)
     content, begin = b"", 0  # what was read and not decoded yet, and its place in the file
     while True:
-        try:
-            with path.open("rb", buffering=0) as file:
-                file.seek(begin + len(content))
-                # A record may be longer than a block.
-                block = file.read(max(_BLOCK_BYTES, len(content)))
-        except OSError as error:
-            raise file_error("read", path, error) from error
+        with file_operation("read", path), path.open("rb", buffering=0) as file:
+            file.seek(begin + len(content))
+            # A record may be longer than a block.
+            block = file.read(max(_BLOCK_BYTES, len(content)))
         if not block:
             break
         content += block

@@ -16,7 +16,14 @@ from paceline.errors import RunDirectoryError, VersionError
 from paceline.plain_text import load_json
 from paceline.plain_yaml import BoundedLoader
 from paceline.records.events import Status, for_display, parse_line, wrong_field
-from paceline.records.run_directory import Identity, RunDirectory, existing_run, file_error, refuse_special_file
+from paceline.records.run_directory import (
+    Identity,
+    RunDirectory,
+    existing_run,
+    file_error,
+    file_operation,
+    refuse_special_file,
+)
 
 # Substrings in the names of values that depend on a clock.
 _TIMING_WORDS = ("time", "seconds", "throughput", "data_wait_fraction", "mfu", "slowest")
@@ -34,15 +41,12 @@ def read_events(path: Path, *, kinds: Collection[str] | None = None) -> Iterator
         RunDirectoryError: If the file cannot be read or a line is not an event.
     """
     refuse_special_file(path)
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                # Only the last line of a file can lack its line ending.
-                event = parse_line(line, path, number, is_last=not line.endswith(b"\n"))
-                if event is not None and (kinds is None or event["event"] in kinds):
-                    yield event
-    except OSError as error:
-        raise file_error("read", path, error) from error
+    with file_operation("read", path), path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            # Only the last line of a file can lack its line ending.
+            event = parse_line(line, path, number, is_last=not line.endswith(b"\n"))
+            if event is not None and (kinds is None or event["event"] in kinds):
+                yield event
 
 
 # About 140 MB of memory; a chart shows far fewer.

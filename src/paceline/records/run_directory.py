@@ -117,12 +117,10 @@ class RunDirectory:
             RunDirectoryError: If it cannot be created or written to.
         """
         probe = self.root / f".writable-{os.getpid()}"
-        try:
+        with file_operation("use", self.root, noun="run directory"):
             self.root.mkdir(parents=True, exist_ok=True)
             probe.write_bytes(b"")
             probe.unlink()
-        except OSError as error:
-            raise file_error("use", self.root, error, noun="run directory") from error
 
     def exists(self) -> bool:
         """Whether a run has been started here."""
@@ -140,12 +138,10 @@ class RunDirectory:
         with contextlib.ExitStack() as stack:
             descriptors = {}
             for path in (self.root, self.checkpoints, self.ledger, self.events):
-                try:
+                with file_operation("open", path):
                     if path == self.events:
                         path.touch()
                     descriptors[path] = os.open(path, os.O_RDONLY)
-                except OSError as error:
-                    raise file_error("open", path, error) from error
                 stack.callback(os.close, descriptors[path])
             yield replace(self, descriptors=descriptors)
 
@@ -196,10 +192,8 @@ def existing_run(path: Path, expected: str = "the directory of a started run, it
         RunDirectoryError: If it does not exist, does not contain a run, or cannot be accessed.
     """
     directory = RunDirectory(path)
-    try:
+    with file_operation("read", path, noun="run directory"):
         reason = "" if directory.exists() else no_run_message(path, expected)
-    except OSError as error:
-        raise file_error("read", path, error, noun="run directory") from error
     if reason:
         raise RunDirectoryError(reason)
     return directory
@@ -256,7 +250,16 @@ def file_error(verb: str, path: Path, error: OSError, *, noun: str = "file") -> 
     """Describe a failed file operation for the user: what was tried, why it failed, what to change."""
     reason = error.strerror or str(error)
     advice = _ADVICE.get(error.errno or 0, "Check the path and the disk.")
-    return RunDirectoryError(f"Cannot {verb} the {noun} '{path}': {reason}. {advice}")
+    return RunDirectoryError(f"Cannot {verb} the {noun} '{path}': {reason}. {advice}", path=path)
+
+
+@contextlib.contextmanager
+def file_operation(verb: str, path: Path, *, noun: str = "file") -> Iterator[None]:
+    """Describe a file operation of the block that fails, as :func:`file_error` does."""
+    try:
+        yield
+    except OSError as error:
+        raise file_error(verb, path, error, noun=noun) from error
 
 
 def make_folder(folder: Path, *names: str) -> None:
@@ -295,7 +298,7 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file as :func:`write_json` does: temporary file, fsync, rename, fsync of the directory."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with file_operation("write", path):
         try:
             with temporary.open("wb") as file:
                 file.write(content)
@@ -306,8 +309,6 @@ def write_bytes(path: Path, content: bytes) -> None:
             temporary.unlink(missing_ok=True)
             raise
         sync_directory(path.parent)
-    except OSError as error:
-        raise file_error("write", path, error) from error
 
 
 @dataclass(frozen=True)
@@ -335,11 +336,9 @@ def write_identity(directory: RunDirectory, identity: Identity) -> None:
         RunDirectoryError: If the disk fails.
     """
     path, text = directory.identity, encode_json(asdict(identity), indent=2) + "\n"
-    try:
+    with file_operation("read", path):
         if path.is_file() and path.read_bytes() == text.encode():
             return
-    except OSError as error:
-        raise file_error("read", path, error) from error
     write_text(path, text)
 
 

@@ -125,7 +125,8 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
     if any((each / "masks").is_dir() and (each / "images").is_dir() for each in folders):
         raise RecipeError(
             f"{source} has folders images and masks, as for segmentation; train on it with `paceline train "
-            f"shapes-segmentation data.dataset=masks {shlex.quote(f'data.path={yaml_line(source)}')}`."
+            f"shapes-segmentation data.dataset=masks {shlex.quote(f'data.path={yaml_line(source)}')}`.",
+            path=source,
         )
     # A custom task or network determines its own needs.
     given = set(set_by(overrides))
@@ -133,7 +134,8 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
     if clash := given & {"task", "data.path", "data.dataset", "data.target_columns"}:
         raise RecipeError(
             f"{source} is data, for which Paceline chooses a recipe, but {sorted(clash)[0]} asks for another; name a "
-            f"recipe instead, for example `paceline train image_folder {shlex.join(data_keys)}`."
+            f"recipe instead, for example `paceline train image_folder {shlex.join(data_keys)}`.",
+            path=source,
         )
     tried = load_recipe("image_folder", [*data_keys, "data.image_size=auto", *overrides]).recipe
     images = open_dataset(tried.data)

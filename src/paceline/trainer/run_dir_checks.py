@@ -50,6 +50,7 @@ from paceline.records.run_directory import (
     Identity,
     RunDirectory,
     file_error,
+    file_operation,
     sync_directory,
     write_identity,
     write_json,
@@ -76,10 +77,8 @@ def check_visible(root: Path, collectives: Collectives, *, patience_seconds: flo
 
     def write() -> str:
         word = _lock_owner()
-        try:
+        with file_operation("write", mark):
             mark.write_text(word)
-        except OSError as error:
-            raise file_error("write", mark, error) from error
         return word
 
     written = collectives.on_rank_zero(write)
@@ -149,7 +148,8 @@ def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[Damaged
         if others and others[0][1] == count:
             raise RunDirectoryError(
                 f"'{directory.root}' has no readable run.json, and its checkpoints and records belong to different "
-                f"runs: {run} and {others[0][0]}. Restore run.json from a copy, or move the other run's files away."
+                f"runs: {run} and {others[0][0]}. Restore run.json from a copy, or move the other run's files away.",
+                path=directory.root,
             )
         identity = Identity(run)
     for step, manifest in manifests.items():
@@ -243,8 +243,9 @@ def _check_choice(directory: RunDirectory, choice: ResumePoint, foreign: list[Da
     for each in reversed(foreign):
         if choice.path is None or each.step == choice.step:
             raise CheckpointError(
-                f"{each.path} is a checkpoint of another run than '{directory.root}': {each.reason}. Put the run's own "
-                "checkpoints back, or train in another run directory."
+                f"{each.path} is a checkpoint of another run than '{directory.root}': {each.reason}. Put the run's "
+                "own checkpoints back, or train in another run directory.",
+                path=each.path,
             )
     if choice.path is None:
         _check_none_missing(directory)
@@ -255,7 +256,8 @@ def _check_none_missing(directory: RunDirectory) -> None:
         raise CheckpointError(
             f"records in '{directory.root}' ({', '.join(records)}) say that the run has advanced, but "
             f"{directory.checkpoints} holds none of its checkpoints; nothing was changed. Bring them back (is their "
-            "disk mounted?), or begin again in another run directory."
+            "disk mounted?), or begin again in another run directory.",
+            path=directory.root,
         )
 
 
@@ -372,10 +374,8 @@ class RunLock:
     def __init__(self, directory: RunDirectory, *, is_new: bool = False) -> None:
         self._root, self._is_new = directory.root, is_new
         path = directory.root / ".lock"
-        try:
+        with file_operation("open", path):
             self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
-        except OSError as error:
-            raise file_error("open", path, error) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -435,8 +435,9 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
         )
     if request.resume == "never" and CheckpointStore(directory.checkpoints).steps():
         raise RunDirectoryError(
-            f"'{directory.root}' holds a run already, but resume=never was given; choose another run directory, "
-            "or leave resume out to continue it."
+            f"'{directory.root}' holds a run already, but resume=never was given; choose another run directory, or "
+            "leave resume out to continue it.",
+            path=directory.root,
         )
     check_links(directory)
     if requested is None and _is_complete(directory, request):
@@ -491,7 +492,8 @@ def check_links(directory: RunDirectory) -> None:
         if path.is_symlink() and not path.exists():
             raise RunDirectoryError(
                 f"'{path}' is a link to '{os.readlink(path)}', which does not exist; nothing was changed. Mount its "
-                "disk, or correct the link."
+                "disk, or correct the link.",
+                path=path,
             )
 
 
@@ -544,12 +546,12 @@ def _start_new(directory: RunDirectory, request: ResumeRequest) -> ResumeDecisio
     if not directory.exists() and (records := records_of_progress(directory)):
         raise RunDirectoryError(
             f"'{root}' holds records of a run ({', '.join(records)}), but no recipe.yaml; restore it from a copy, or "
-            "choose another directory."
+            "choose another directory.",
+            path=root,
         )
     if not directory.exists() and any(name not in _OWN_FILES and not name.startswith(_OWN_PREFIXES) for name in names):
-        raise RunDirectoryError(
-            f"'{root}' is not empty and holds no Paceline run (no recipe.yaml); choose a new or empty directory."
-        )
+        message = f"'{root}' is not empty and holds no Paceline run (no recipe.yaml); choose a new or empty directory."
+        raise RunDirectoryError(message, path=root)
     if request.resume not in ("auto", "never"):
         other_run = Path(request.resume).parent.parent
         suggestion = f" Did you mean the run in {other_run}?" if RunDirectory(other_run).exists() else ""
@@ -598,12 +600,11 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
     elsewhere = "in another run directory" if address is None else "at another address (checkpoint.mirror)"
     stored = stored_recipe(reader.read_recipe(directory), str(directory.recipe))
     if changed := fixed_differences(stored, request.recipe):
-        if address is not None:
-            raise RunDirectoryError(f"{where} holds a copy of a run of another recipe: {changed}. Start {elsewhere}.")
-        raise RunDirectoryError(
-            f"{where} holds a run of another recipe: {changed}. Choose another run directory, or repeat its own "
-            f"recipe: paceline train {directory.recipe} --run-dir {directory.root}"
-        )
+        what, advice = "a copy of a run", f"Start {elsewhere}."
+        if address is None:
+            again = f"paceline train {directory.recipe} --run-dir {directory.root}"
+            what, advice = "a run", f"Choose another run directory, or repeat its own recipe: {again}"
+        raise RunDirectoryError(f"{where} holds {what} of another recipe: {changed}. {advice}", path=directory.root)
     plan = reader.read_plan_to_resume(directory)
     fixed = _FIXED_PLAN_VALUES | (_FIXED_IF_EXACT if plan["strategy"] == "exact" else {})
     for number, key in fixed.items():
@@ -613,10 +614,8 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
         new = getattr(request.plan, number)
         old = plan.get(number, new)
         if old != new:
-            raise RunDirectoryError(
-                f"the run in {where} has {number}={old}, but here it would be {new}; it can only resume with the same "
-                f"value (see {key})."
-            )
+            problem = f"has {number}={old}, but here it would be {new}; it can only resume with the same value"
+            raise RunDirectoryError(f"the run in {where} {problem} (see {key}).", key=key, value=new)
     old_config, new_config = plan.get("network_config") or {}, request.plan.network_config or {}
     changed_keys = sorted(
         key
@@ -642,7 +641,7 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
                 pixels=request.plan.reasons.get("data.content_digest", "other pixels"),
                 teacher=request.recipe.distillation.teacher,
             )
-            raise RunDirectoryError(f"{problem}, or start {elsewhere}.")
+            raise RunDirectoryError(f"{problem}, or start {elsewhere}.", key=key, value=new_fact)
 
 
 _NUMERICS_DIFFER = "the same samples, but not the same bits"

@@ -259,7 +259,7 @@ def _train_to_end(run: Run) -> TrainResult:
         raise
     except (RunDirectoryError, CheckpointError) as error:
         # The request was valid and then the disk failed: the run failed, not the request.
-        raise TrainingError(str(error)) from error
+        raise TrainingError(str(error), path=error.path) from error
 
 
 def _log_start(run: Run, subject: Subject) -> None:

@@ -80,7 +80,9 @@ def open_subject(source: str, overrides: Sequence[str]) -> CheckedData:
     recipe = _recipe(source, overrides)
     data = recipe.data
     if data.dataset == "synthetic":
-        raise RecipeError(f"{source!r} trains on noise (data.dataset=synthetic), so there is nothing to check.")
+        raise RecipeError(
+            f"{source!r} trains on noise (data.dataset=synthetic), so there is nothing to check.", path=source
+        )
     path, problems = data.path, Problems()
     if path is not None:
         data = replace(data, path=local_path(path, key="data.path"))
@@ -150,7 +152,7 @@ def _load(source: str, overrides: Sequence[str]) -> Recipe:
         kind = detect(source)
     except DataError as error:
         raise DataError(
-            f"{source!r} is not a folder or archive of images, a recipe file or a shipped recipe ({error})"
+            f"{source!r} is not a folder or archive of images, a recipe file or a shipped recipe ({error})", path=source
         ) from None
     base = "cifar10" if kind == "cifar10" else "image_folder"
     return load_recipe(base, [f"data.dataset={kind}", located, *overrides]).recipe

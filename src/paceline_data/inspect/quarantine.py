@@ -64,17 +64,21 @@ def check_place(root: Path, folder: Path) -> None:
     if inside.is_relative_to(outside) or outside.is_relative_to(inside):
         raise DataError(
             f"--quarantine {folder}: it and the data ({root}) must not contain each other; give a folder next to the "
-            "data."
+            "data.",
+            path=folder,
         )
     inner = inside
     while not inner.exists():
         inner = inner.parent
     if not inner.is_dir():
-        raise DataError(f"--quarantine {folder}: {str(inner)!r} is a file; give a folder, which need not exist.")
+        raise DataError(
+            f"--quarantine {folder}: {str(inner)!r} is a file; give a folder, which need not exist.", path=folder
+        )
     if inner.stat().st_dev != outside.stat().st_dev:
         raise DataError(
-            f"--quarantine {folder}: it is on another file system than the data, and files are only moved by renaming, "
-            "which cannot lose them; give a folder next to the data."
+            f"--quarantine {folder}: it is on another file system than the data, and files are only moved by "
+            "renaming, which cannot lose them; give a folder next to the data.",
+            path=folder,
         )
 
 
@@ -189,7 +193,7 @@ def _move(moves: Sequence[tuple[Path, Path]], folder: Path) -> None:
         elif closed:
             why = f"{str(closed[0])!r} is read-only: give this user write permission (chmod u+w)."
         if why:
-            raise DataError(f"--quarantine {folder}: nothing was moved, since {why}")
+            raise DataError(f"--quarantine {folder}: nothing was moved, since {why}", path=folder)
     if moves:
         _write_undo(folder, moves)
     for number, (source, target) in enumerate(moves):
@@ -202,7 +206,8 @@ def _move(moves: Sequence[tuple[Path, Path]], folder: Path) -> None:
                     os.rename(new, old)
             raise DataError(
                 f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; the others were moved "
-                f"back. If one is still in {str(folder)!r}, run: sh {shlex.quote(str(folder / UNDO))}"
+                f"back. If one is still in {str(folder)!r}, run: sh {shlex.quote(str(folder / UNDO))}",
+                path=source,
             ) from None
 
 

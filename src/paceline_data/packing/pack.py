@@ -272,7 +272,9 @@ def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> tu
     require_pyarrow()
     root, source = request.destination, Path(request.source).expanduser().resolve()
     if root.resolve() == source or (source.is_dir() and source in root.resolve().parents):
-        raise DataError(f"DEST {str(root)!r} is inside SOURCE, which is only read: choose a directory elsewhere.")
+        raise DataError(
+            f"DEST {str(root)!r} is inside SOURCE, which is only read: choose a directory elsewhere.", path=root
+        )
     opened = open_origin(request.source, request.kind, request.part)
     form = _choose_form(request, opened)
     say(_described(request, opened, form))
@@ -282,10 +284,11 @@ def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> tu
     if finished is not None:
         return finished, finished.total
     if root.exists() and not root.is_dir():
-        raise DataError(f"DEST {str(root)!r} is a file: choose a directory that is empty or new.")
+        raise DataError(f"DEST {str(root)!r} is a file: choose a directory that is empty or new.", path=root)
     if root.is_dir() and not (root / UNFINISHED).is_dir() and any(root.iterdir()):
         raise DataError(
-            f"DEST {str(root)!r} is not empty and is not a packed dataset: choose a directory that is empty or new."
+            f"DEST {str(root)!r} is not empty and is not a packed dataset: choose a directory that is empty or new.",
+            path=root,
         )
     with reporting_disk_errors(root):
         (root / UNFINISHED).mkdir(parents=True, exist_ok=True)
@@ -386,7 +389,8 @@ def _finished(root: Path, opened: OpenedOrigin, form: Form) -> Manifest | None:
     if manifest.form != form or manifest.origin != opened.origin or manifest.classes != opened.classes:
         raise DataError(
             f"{str(root)!r} holds another packed dataset (mode {manifest.form.mode}, from a source of kind "
-            f"{manifest.origin.kind}), or the source has changed since: choose another DEST, or remove it."
+            f"{manifest.origin.kind}), or the source has changed since: choose another DEST, or remove it.",
+            path=root,
         )
     shutil.rmtree(root / UNFINISHED, ignore_errors=True)  # temporary files only take space now
     return manifest
@@ -401,7 +405,7 @@ def _locked(root: Path) -> Iterator[None]:
     except BlockingIOError:
         os.close(descriptor)
         raise DataError(
-            f"another process is packing into {str(root)!r}: wait for it, or choose another DEST."
+            f"another process is packing into {str(root)!r}: wait for it, or choose another DEST.", path=root
         ) from None
     except OSError:
         pass  # a file system without locks: the check is best effort
@@ -432,7 +436,8 @@ def _keep_plan(root: Path, opened: OpenedOrigin, form: Form, shards: list[Shard]
         other = " and ".join(what for what in plan if before.get(what) != plan[what])
         raise DataError(
             f"{str(root)!r} holds an unfinished packed dataset ({other}: not as when it was started): repeat the "
-            "original command, or remove the directory."
+            "original command, or remove the directory.",
+            path=root,
         )
     for leftover in [*root.glob(".*.partial"), *(root / UNFINISHED).glob(".*.partial")]:
         leftover.unlink()
@@ -447,5 +452,6 @@ def _check_room(root: Path, opened: OpenedOrigin, form: Form, missing: list[Shar
     if wanted > free:
         raise DataError(
             f"{str(root)!r} would take about {format_bytes(wanted)} more, and its disk has {format_bytes(free)} free: "
-            "free some space, choose another DEST, or store less (--mode jpeg, --max-side)."
+            "free some space, choose another DEST, or store less (--mode jpeg, --max-side).",
+            path=root,
         )

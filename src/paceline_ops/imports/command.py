@@ -66,7 +66,8 @@ def read_source(words: Sequence[str], scripts: Sequence[str], wrappers: Sequence
                     raise
             found = _only_command(path, programs)
         elif path.suffix in _TREES and " " not in words[0]:
-            raise RecipeError(f"there is no file '{words[0]}'; give a file of arguments, or a command after --.")
+            message = f"there is no file '{words[0]}'; give a file of arguments, or a command after --."
+            raise RecipeError(message, path=words[0])
         else:
             found = _split(words[0], "the command")
     return _command(found, scripts, wrappers)
@@ -76,21 +77,24 @@ def _split(text: str, where: str) -> list[str]:
     try:
         return shlex.split(text, comments=True)
     except ValueError as error:
-        raise RecipeError(
-            f"{where} cannot be parsed as a shell command ({error}): look for an unclosed quote."
-        ) from None
+        message = f"{where} cannot be parsed as a shell command ({error}): look for an unclosed quote."
+        raise RecipeError(message, value=text, rule="a shell command") from None
 
 
 def _only_command(path: Path, programs: Sequence[str]) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: not readable as text: {' '.join(str(error).split())}") from None
+        message = f"{path}: not readable as text: {' '.join(str(error).split())}"
+        raise RecipeError(message, path=path, rule="text") from None
     lines = text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines()
     commands = [words for words in (_split(line, str(path)) for line in lines) if _place(words, programs) is not None]
     if len(commands) != 1:
         raise RecipeError(
-            f"{path} has {len(commands) or 'no'} commands that start {' or '.join(programs)}; give a file with one."
+            f"{path} has {len(commands) or 'no'} commands that start {' or '.join(programs)}; give a file with one.",
+            value=len(commands),
+            path=path,
+            rule="one command",
         )
     return commands[0]
 
@@ -108,9 +112,12 @@ def _command(words: list[str], scripts: Sequence[str], wrappers: Sequence[str]) 
         while words and _ASSIGNMENT.match(words[0]):
             words, end = words[1:], end - 1
         if not words or not words[0].startswith("-"):
+            found = " ".join(words)[:80]
             raise RecipeError(
-                f"found '{' '.join(words)[:80]}', which is neither a file nor a command that starts "
-                f"{' or '.join(programs)}; give one of them."
+                f"found '{found}', which is neither a file nor a command that starts {' or '.join(programs)}; give one "
+                "of them.",
+                value=found,
+                rule="a file or a command",
             )
         return Source(_title(words[:end]), scripts[0], tuple(words[:end]), processes=1)
     name, title, after = Path(words[at]).name, _title(words[at:end]), words[at + 1 : end]
@@ -118,7 +125,8 @@ def _command(words: list[str], scripts: Sequence[str], wrappers: Sequence[str]) 
         return Source(title, name, tuple(after), processes=_processes(words[:at]))
     count = _count(after[0] if after else None)
     if count is None:
-        raise RecipeError(f"{name} is followed by a number of processes, as in `{name} 4 --model resnet50`.")
+        message = f"{name} is followed by a number of processes, as in `{name} 4 --model resnet50`."
+        raise RecipeError(message, key=name, rule="a number of processes")
     return Source(title, scripts[0], tuple(after[1:]), processes=count)
 
 

@@ -66,7 +66,8 @@ class Conversion:
         for name in skipped:
             option = table.find(name)
             if option is None:
-                raise RecipeError(f"--skip {name}: {table.program} has no such option.")
+                message = f"--skip {name}: {table.program} has no such option."
+                raise RecipeError(message, key="--skip", value=name, rule="a known option")
             skipped_keys.add(option.key)
         self.given = {key: value for key, value in given.items() if key not in skipped_keys}
         self.left_out = tuple(self._options[key].display_name for key in given if key in skipped_keys)
@@ -276,4 +277,7 @@ def refusal(conversion: Conversion) -> RecipeError:
         "unsupported options that would change the result:",
         *(f"  {each.option} {shown_value(each.value)}: {each.reason}" for each in conversion.refused),
         f"Remove them, or convert without them: {names}",
+        key=conversion.refused[0].option,
+        value=conversion.refused[0].value,
+        rule="supported",
     )

@@ -43,15 +43,18 @@ def read_nvidia(words: Sequence[str]) -> tuple[Source, Table, dict[str, Any]]:
     """
     source = read_source(words, ("main.py", "launch.py", *_OTHER_SCRIPTS))
     if source.script in _OTHER_SCRIPTS:
-        raise RecipeError(f"{source.script} {_OTHER_SCRIPTS[source.script]}; main.py and launch.py train.")
+        message = f"{source.script} {_OTHER_SCRIPTS[source.script]}; main.py and launch.py train."
+        raise RecipeError(message, value=source.script, rule="main.py or launch.py")
     if source.tree is not None:
-        raise RecipeError(f"{source.title} has no command; give one that starts main.py or launch.py.")
+        message = f"{source.title} has no command; give one that starts main.py or launch.py."
+        raise RecipeError(message, value=source.title, rule="main.py or launch.py")
     if source.script != "launch.py" and not any(word.partition("=")[0] == "--platform" for word in source.words):
         return source, MAIN, MAIN.read_words(source.words)
     given = LAUNCH.read_words(source.words)
     missing = [f"--{key}" for key in _PRESET_KEYS if key not in given]
     if missing:
-        raise RecipeError(f"launch.py needs {' and '.join(missing)} too, to find its preset.")
+        message = f"launch.py needs {' and '.join(missing)} too, to find its preset."
+        raise RecipeError(message, key=missing[0], rule="given")
     return source, LAUNCH, MAIN.read_tree(preset(*(given[key] for key in _PRESET_KEYS)), _OF_PLATFORM) | given
 
 
@@ -79,7 +82,8 @@ def preset(name: str, platform: str, precision: str, mode: str) -> dict[str, Any
 def _named(option: str, name: str, presets: Mapping[str, Any]) -> Any:
     if name not in presets:
         hint = did_you_mean(name, presets)
-        raise RecipeError(f"there is no preset for --{option} {name} here.{hint} It is {', '.join(presets)}.")
+        message = f"there is no preset for --{option} {name} here.{hint} It is {', '.join(presets)}."
+        raise RecipeError(message, key=f"--{option}", value=name, rule="a known name")
     return presets[name]
 
 

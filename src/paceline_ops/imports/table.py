@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import ast
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,7 +129,8 @@ class _Parser(argparse.ArgumentParser):
     """An argparse parser that raises errors, without a usage message or an exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise RecipeError(f"{self.prog}: {message.removeprefix('argument ')}.")
+        key = getattr(sys.exception(), "argument_name", None)
+        raise RecipeError(f"{self.prog}: {message.removeprefix('argument ')}.", key=key)
 
 
 class Table:
@@ -209,10 +211,13 @@ class Table:
             f"'{word}' ({hint})" if hint else f"'{word}'" for word, hint in zip(words, hints, strict=True)
         )
         if any("$" in word for word in words):
-            raise RecipeError(f"found {listed}, but shell variables are not known here; write the command with values.")
+            message = f"found {listed}, but shell variables are not known here; write the command with values."
+            raise RecipeError(message, value=words[0], rule="values")
         raise RecipeError(
             f"{self.program} has no {'options' if len(words) > 1 else 'option'} {listed}; remove it, and set our "
-            "equivalent in the recipe."
+            "equivalent in the recipe.",
+            key=words[0],
+            rule="a known option",
         )
 
 
@@ -227,9 +232,11 @@ def read_yaml(path: Path, option: str = "") -> Mapping[str, Any]:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"{source}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None
+        message = f"{source}: not readable as YAML: {' '.join(str(error).split())[:200]}"
+        raise RecipeError(message, path=path, rule="YAML") from None
     if not isinstance(tree, dict):
-        raise RecipeError(f"{source}: found no NAME: VALUE lines, but a file of arguments has one per line.")
+        message = f"{source}: found no NAME: VALUE lines, but a file of arguments has one per line."
+        raise RecipeError(message, path=path, rule="NAME: VALUE lines")
     return tree
 
 
@@ -260,14 +267,19 @@ def _as_words(option: Option, value: Any) -> list[str]:
     """Format a value of a file of arguments as a user would type it."""
     if option.kind == "switch":
         if not isinstance(value, bool):
-            raise RecipeError(f"found {option.key}: {value!r}, but it takes true or false.")
+            raise _wrong(option, value, "true or false")
         return [option.display_name] if value else []
     if option.kind in _SEVERAL:
         pairs = [f"{key}={each!r}" for key, each in value.items()] if isinstance(value, dict) else None
         several = value if isinstance(value, list | tuple) else [] if value is None else [value]
         return [option.display_name, *(pairs if pairs is not None else map(str, several))]
     if value is None and option.default not in NONE:
-        raise RecipeError(f"found {option.key}: null, but it takes a value.")
+        raise _wrong(option, value, "a value")
     if isinstance(value, dict | list):
-        raise RecipeError(f"found {option.key}: {value!r}, but it takes one value.")
+        raise _wrong(option, value, "one value")
     return [] if value is None else [str(value) if option.is_positional else f"{option.display_name}={value}"]
+
+
+def _wrong(option: Option, value: Any, rule: str) -> RecipeError:
+    found = "null" if value is None else repr(value)
+    return RecipeError(f"found {option.key}: {found}, but it takes {rule}.", key=option.key, value=value, rule=rule)

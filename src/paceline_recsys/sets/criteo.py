@@ -87,7 +87,9 @@ def click_files(path: Path, left_out: SkippedItems) -> list[Path]:
         else:
             left_out.add(f"files that do not end in .{', .'.join(SUFFIXES)}", str(path / name))
     if not files:
-        raise DataError(f"'{path}' holds no file in Criteo's format; its name ends in .{', .'.join(SUFFIXES)}.")
+        raise DataError(
+            f"'{path}' holds no file in Criteo's format; its name ends in .{', .'.join(SUFFIXES)}.", path=path
+        )
     return files
 
 
@@ -104,7 +106,7 @@ def read_blocks(path: Path) -> Iterator[tuple[Rows, list[LineFault]]]:
                 yield parse(lines, str(path), first)
                 first += len(lines)
     except UNREADABLE as error:
-        raise DataError(f"'{path}' cannot be read after line {first - 1}: {error}; restore it.") from error
+        raise DataError(f"'{path}' cannot be read after line {first - 1}: {error}; restore it.", path=path) from error
 
 
 def parse(lines: list[bytes], path: str, first: int = 1, *, has_label: bool = True) -> tuple[Rows, list[LineFault]]:
@@ -266,7 +268,8 @@ def load_clicks(path: Path, cache: str, left_out: SkippedItems, *, max_broken: i
         found = _opened(folder)
         if found is None:
             raise DataError(
-                f"the copy of the data in '{folder}' cannot be read back; delete that folder and start again."
+                f"the copy of the data in '{folder}' cannot be read back; delete that folder and start again.",
+                path=folder,
             )
     if len(found.faults) > max_broken:
         raise _too_many(found.faults, max_broken)

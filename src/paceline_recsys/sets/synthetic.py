@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds
 from paceline.dataset_registry import StandIn, dataset, open_dataset
-from paceline.errors import DataError, RecipeError
+from paceline.errors import DataError, RecipeError, setting_error
 from paceline.files import SkippedItems, visible_entries
 from paceline.recipe.data import Clicks, Data
 from paceline_recsys.dataset import ClickDataset, ClickRows
@@ -151,7 +151,8 @@ def table_sizes(clicks: Clicks) -> tuple[tuple[int, ...], dict[str, str]]:
 def _resize_tables(tables: tuple[int, ...], count: int, key: str) -> tuple[int, ...]:
     if len(tables) != count:
         raise RecipeError(
-            f"data.recommendation.tables has {len(tables)} sizes, but {key} features; give one for each, or auto."
+            f"data.recommendation.tables has {len(tables)} sizes, but {key} features; give one for each, or auto.",
+            key="data.recommendation.tables",
         )
     return tables
 
@@ -204,16 +205,22 @@ def open_criteo(data: Data) -> ClickDataset:
         RecipeError: If the section does not fit it.
     """
     if data.path is None:
-        raise RecipeError("data.dataset=criteo needs data.path: a folder with train and val, or a file of lines.")
+        raise setting_error(
+            "data.dataset",
+            "criteo",
+            "needs data.path: a folder with train and val, or a file of lines.",
+        )
     root = Path(data.path)
     if not root.exists():
-        raise DataError(f"data.path={data.path} does not exist.")
+        raise DataError(f"data.path={data.path} does not exist.", key="data.path", path=data.path)
     left_out = SkippedItems()
     parts = [root / "train", root / "val"]
     missing = [each.name for each in parts if not each.is_dir()]
     if len(missing) == 1:
         raise DataError(
-            f"data.path={data.path} has no folder '{missing[0]}'; it must hold train and val, or files only."
+            f"data.path={data.path} has no folder '{missing[0]}'; it must hold train and val, or files only.",
+            key="data.path",
+            path=data.path,
         )
     if missing:
         parts = [root]
@@ -230,7 +237,7 @@ def open_criteo(data: Data) -> ClickDataset:
     elif train is not val:
         reasons["data.validation_fraction"] = "the data have their own split"
     if count == 0:
-        raise DataError(f"'{parts[0]}' leaves no line to train on, of {len(train.rows)}.")
+        raise DataError(f"'{parts[0]}' leaves no line to train on, of {len(train.rows)}.", path=parts[0])
     faults = [each for split in splits for each in split.faults]
     return ClickDataset(
         name=data.dataset,

@@ -40,7 +40,9 @@ def open_chat(data: Data) -> TextDataset:
     tokenizer, left_out, context = open_tokenizer(data.text.tokenizer), SkippedItems(), data.text.context
     if data.text.rows == "chunked":
         raise DataError(
-            f"data.dataset={data.dataset} keeps samples apart: set data.text.rows to single or packed (found chunked)."
+            f"data.dataset={data.dataset} keeps samples apart: set data.text.rows to single or packed (found chunked).",
+            key="data.dataset",
+            value=data.dataset,
         )
     table = read_table(data, _columns, left_out)
     corpora = list[StoredCorpus]()

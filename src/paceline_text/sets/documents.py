@@ -18,7 +18,7 @@ import numpy as np
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.data.tables import TableFile, choose_splits, file_problem, find_files, require_pyarrow
 from paceline.dataset_registry import StandIn, dataset, open_dataset
-from paceline.errors import DataError, did_you_mean
+from paceline.errors import DataError, data_error, did_you_mean
 from paceline.files import (
     SkippedItems,
     has_extension,
@@ -47,12 +47,15 @@ def _texts_of(opened: TableFile, column: str) -> list[tuple[Any, ...]]:
     arrow, schema, file = require_pyarrow(), opened.schema, opened.path
     if column not in schema.names:
         raise DataError(
-            f"{file} has no column {column!r} (data.text.column), but {', '.join(schema.names)}: set it to one of them."
-            f"{did_you_mean(column, schema.names)}"
+            f"{file} has no column {column!r} (data.text.column), but {', '.join(schema.names)}: set it to one of "
+            f"them.{did_you_mean(column, schema.names)}",
+            path=file,
         )
     kind = schema.field(column).type
     if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-        raise DataError(f"{file}: the column {column!r} holds {kind}, not text; name another (data.text.column).")
+        raise DataError(
+            f"{file}: the column {column!r} holds {kind}, not text; name another (data.text.column).", path=file
+        )
     return opened.rows([column])
 
 
@@ -75,8 +78,10 @@ def python_documentation() -> Documents:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise DataError(
-            f"data.dataset=docs is the documentation that Python's help() shows, and this Python came without it "
-            f"({error}); install one with its complete standard library, or choose another data.dataset."
+            "data.dataset=docs is the documentation that Python's help() shows, and this Python came without it "
+            f"({error}); install one with its complete standard library, or choose another data.dataset.",
+            key="data.dataset",
+            value="docs",
         ) from error
     return sorted(topics.items())
 
@@ -128,7 +133,7 @@ def check_some_text(source: str, train: Documents, validation: Documents) -> Non
     raise DataError(
         f"{source} has no text to learn from: all {len(validation):,} document(s) fell into the held-out share "
         "(data.validation_fraction), which is drawn by their names; choose yourself with train/ and val/, give more "
-        "documents, or hold out none with data.validation_fraction=0."
+        "documents, or hold out none with data.validation_fraction=0.",
     )
 
 
@@ -159,7 +164,10 @@ def open_docs(data: Data) -> TextDataset:
 def open_folder(data: Data) -> TextDataset:
     """Open a folder of .txt files."""
     if data.path is None:
-        raise DataError("data.dataset=text_folder needs data.path: PATH/{train,val}/*.txt, or a folder of .txt files.")
+        raise DataError(
+            "data.dataset=text_folder needs data.path: PATH/{train,val}/*.txt, or a folder of .txt files.",
+            key="data.path",
+        )
     left_out = SkippedItems()
     train, validation, reason = folder_splits(Path(data.path), data.validation_fraction, left_out)
     return from_documents("text_folder", train, validation, open_tokenizer(data.text.tokenizer), reason, left_out)
@@ -174,14 +182,18 @@ def open_folder(data: Data) -> TextDataset:
 def open_huggingface(data: Data) -> TextDataset:
     """Open a column of a local Hugging Face dataset."""
     if data.path is None:
-        raise DataError("data.dataset=huggingface_text needs data.path: a folder that save_to_disk wrote, or parquet.")
+        raise DataError(
+            "data.dataset=huggingface_text needs data.path: a folder that save_to_disk wrote, or parquet.",
+            key="data.path",
+        )
     left_out = SkippedItems()
     files = find_files(data.path, left_out)
     if files is None:
-        raise DataError(
-            f"{data.path!r} is not a local Hugging Face dataset: expected a folder that save_to_disk wrote, or parquet "
-            "files. One from the hub is data.path=hf://datasets/OWNER/NAME, if it is stored as parquet; another is "
-            "saved with `datasets.load_dataset(NAME).save_to_disk(FOLDER)`."
+        raise data_error(
+            data.path,
+            "is not a local Hugging Face dataset: expected a folder that save_to_disk wrote, or parquet files. One "
+            "from the hub is data.path=hf://datasets/OWNER/NAME, if it is stored as parquet; another is saved with "
+            "`datasets.load_dataset(NAME).save_to_disk(FOLDER)`.",
         )
     train, held_out, reason = choose_splits(files, left_out, score_all=data.score_all)
     documents: dict[str, Documents] = {}
@@ -213,9 +225,15 @@ def folder_splits(root: Path, fraction: float, left_out: SkippedItems) -> tuple[
     """
     refuse_archive(root)
     if not root.is_dir():
-        raise DataError(f"data.path={root} is not a folder; give one with .txt files, or with train and val in it.")
+        raise DataError(
+            f"data.path={root} is not a folder; give one with .txt files, or with train and val in it.",
+            key="data.path",
+            path=root,
+        )
     if (root / MANIFEST).is_file():
-        raise DataError(f"{root} holds tokens that `paceline pack` wrote; train on them with data.dataset=tokens.")
+        raise DataError(
+            f"{root} holds tokens that `paceline pack` wrote; train on them with data.dataset=tokens.", path=root
+        )
     splits = split_folders(root, nested=False)
     if TRAIN not in splits:
         return (*split_by_name(_texts(root, left_out), fraction), None)
@@ -247,7 +265,7 @@ def _text_of(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; restore it, or remove it.") from error
+        raise DataError(f"{path} cannot be read: {error.strerror}; restore it, or remove it.", path=path) from error
     except UnicodeDecodeError as error:
         raise DataError(file_problem(path)) from error
 
@@ -256,11 +274,16 @@ def _text_of(path: Path) -> str:
 def open_packed(data: Data) -> TextDataset:
     """Open tokens that ``paceline pack --text`` wrote."""
     if data.path is None:
-        raise DataError("data.dataset=tokens needs data.path: a folder that `paceline pack --text` wrote.")
+        raise DataError(
+            "data.dataset=tokens needs data.path: a folder that `paceline pack --text` wrote.",
+            key="data.path",
+        )
     if data.text.tokenizer != Text().tokenizer:
         raise DataError(
             f"data.text.tokenizer={data.text.tokenizer} has no effect with data.dataset=tokens, which has its own; "
-            "leave it out."
+            "leave it out.",
+            key="data.text.tokenizer",
+            value=data.text.tokenizer,
         )
     return open_tokens(Path(data.path))
 

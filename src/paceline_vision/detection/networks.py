@@ -224,7 +224,9 @@ def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module
     if not hasattr(network, "transform"):
         raise ModelError(
             f"model.name={model.name} gave a {type(network).__name__}, which is not a torchvision detector "
-            f"(GeneralizedRCNN, RetinaNet, FCOS, SSD)."
+            "(GeneralizedRCNN, RetinaNet, FCOS, SSD).",
+            key="model.name",
+            value=model.name,
         )
     _refuse_unknown(model, network)
     transform: Any = network.transform
@@ -232,7 +234,9 @@ def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module
         width, height = transform.fixed_size
         raise ModelError(
             f"model.name={model.name} resizes each picture to {width}x{height} pixels, so data.detection.short_sides "
-            "must be off."
+            "must be off.",
+            key="model.name",
+            value=model.name,
         )
     from paceline_vision.detection.shown_pictures import FixedSizeTransform
 
@@ -274,7 +278,11 @@ def build_published(model: Model, classes: int) -> nn.Module:
         with limited_waits() if model.pretrained else nullcontext():
             network: nn.Module = get_model(name, **sizes, **model.options)
     except (TypeError, ValueError) as error:
-        raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
+        raise ModelError(
+            f"model.name={model.name}: model.options {model.options} do not fit: {error}.",
+            key="model.name",
+            value=model.name,
+        ) from error
     except (EOFError, OSError, RuntimeError, UnpicklingError, StorageError) as error:
         if not model.pretrained:
             raise

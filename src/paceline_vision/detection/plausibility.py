@@ -49,7 +49,7 @@ def implausible(file: Path, entries: Entries, sides: Edges, outlines: Edges, *, 
     ):
         told += [(_counted(mask, f"boxes are {fault}", entries), False)] if mask.any() else []
     if refused := [sentence for sentence, is_most in told if is_most]:
-        raise DataError(f"{file}: {'; '.join(refused)}. COCO's numbers are {_RULE}: convert or remove them.")
+        raise DataError(f"{file}: {'; '.join(refused)}. COCO's numbers are {_RULE}: convert or remove them.", path=file)
     return [f"{file.parent.name}/{file.name}: {sentence}" for sentence, _ in told]
 
 

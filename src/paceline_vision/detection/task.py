@@ -25,7 +25,7 @@ from paceline.data.pipeline import Pipeline, Placement, reading_threads
 from paceline.data.random_draws import derive_seed
 from paceline.data.slices import evenly_spaced
 from paceline.dataset_registry import open_dataset
-from paceline.errors import ModelError, RecipeError
+from paceline.errors import ModelError, RecipeError, setting_error
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.plan import DataFacts
 from paceline.recipe.data import GeneratedBoxes
@@ -102,10 +102,12 @@ class Detection(Task):
         """
         dataset = self.dataset
         if self.recipe.parallel.strategy == "fsdp":
-            raise RecipeError(f"parallel.strategy=fsdp {_NOT_SHARDED}; use parallel.strategy=ddp.")
+            raise setting_error("parallel.strategy", "fsdp", f"{_NOT_SHARDED}; use parallel.strategy=ddp.")
         if self.recipe.model.compile:
             raise RecipeError(
-                f"model.compile=true has no effect with task=detection: {_NOT_COMPILED}; set model.compile=false."
+                f"model.compile=true has no effect with task=detection: {_NOT_COMPILED}; set model.compile=false.",
+                key="model.compile",
+                value=True,
             )
         is_generated, workers = dataset.name == "shapes", self.recipe.data.workers
         self._threads, reason = reading_threads(workers, world)
@@ -180,8 +182,10 @@ class Detection(Task):
         if predicts_masks != self.has_masks:
             raise ModelError(
                 f"model.name={self.recipe.model.name} {'says' if predicts_masks else 'does not say'} masks, and "
-                f"data.detection.masks={str(self.has_masks).lower()}; set it to {str(predicts_masks).lower()}, or "
-                "use another model."
+                f"data.detection.masks={str(self.has_masks).lower()}; set it to {str(predicts_masks).lower()}, or use "
+                "another model.",
+                key="model.name",
+                value=self.recipe.model.name,
             )
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
@@ -256,7 +260,8 @@ class Detection(Task):
         """Refuse: no format of exported networks can express a detector."""
         raise RecipeError(
             f"{saved.path} holds a detector: it takes pictures of any size and returns any number of boxes, which "
-            f"--format {target} cannot express; use --format safetensors."
+            f"--format {target} cannot express; use --format safetensors.",
+            path=saved.path,
         )
 
     def _losses(self, model: Model, batch: Batch) -> Tensor:

@@ -20,7 +20,7 @@ from paceline.data.batch import Batch, Normalize, Placement
 from paceline.data.image.datasets import MOST_IMAGES, content_of_files
 from paceline.data.pipeline import Pipeline, reading_threads
 from paceline.dataset_registry import open_dataset
-from paceline.errors import ModelError, RecipeError
+from paceline.errors import ModelError, RecipeError, setting_error
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.models.build import check_accepts
 from paceline.plan import DataFacts
@@ -105,13 +105,16 @@ class Segmentation(Task):
         """
         recipe, dataset = self.recipe, self.dataset
         if recipe.train.loss not in LOSSES:
-            raise RecipeError(
-                f"train.loss={recipe.train.loss} is not a loss of task=segmentation; use {' or '.join(LOSSES)}."
+            raise setting_error(
+                "train.loss",
+                recipe.train.loss,
+                f"is not a loss of task=segmentation; use {' or '.join(LOSSES)}.",
             )
         if recipe.data.augment.crop == "pad":
-            raise RecipeError(
-                "data.augment.crop=pad is not for task=segmentation; use random_resized, which scales and crops, or "
-                "none."
+            raise setting_error(
+                "data.augment.crop",
+                "pad",
+                "is not for task=segmentation; use random_resized, which scales and crops, or none.",
             )
         (size, evaluation_size), (mean, std) = self.sizes, self.scale
         self._threads, reason = reading_threads(recipe.data.workers, world)
@@ -190,7 +193,9 @@ class Segmentation(Task):
                 shape = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
                 raise ModelError(
                     f"model.name={name} returns {shape} for an image of {size} pixels, but it must return logits of "
-                    f"shape {list(expected)}: a score for each class and pixel."
+                    f"shape {list(expected)}: a score for each class and pixel.",
+                    key="model.name",
+                    value=name,
                 )
 
     def loss(self, model: Model, batch: Batch) -> Tensor:

@@ -235,14 +235,16 @@ def open_coco(data: Data) -> BoxDataset:
             raise DataError(
                 f"{root} holds neither annotations/instances_{name}2017.json nor {name}/annotations.json, nor "
                 f"Roboflow's {name}/_annotations.coco.json: export or convert the annotations to COCO's format, one "
-                "file for each split, or point data.path at their folder."
+                "file for each split, or point data.path at their folder.",
+                path=root,
             )
         [(folder, file)] = found
         splits_read.append((folder, file, *read_annotations(file, masks=masks, note=digest.update)))
     (train_folder, train_file, train, classes), (held_folder, held_file, held_out, held_classes) = splits_read
     if classes != dict(zip(held_classes, one_form(held_classes.values(), classes.values()).values(), strict=True)):
         raise DataError(
-            f"{held_file}: its categories are not those of {train_file.name}; both splits must have the same."
+            f"{held_file}: its categories are not those of {train_file.name}; both splits must have the same.",
+            path=held_file,
         )
     samples, counts = _trainable(train_file, train, keep_empty=data.detection.keep_empty)
     for folder, _, said, _ in splits_read:
@@ -277,11 +279,16 @@ def existing_folder(path: str | None, dataset: str, content: str) -> Path:
         DataError: If it is not given, or not a folder.
     """
     if path is None:
-        raise DataError(f"data.dataset={dataset} needs data.path: the folder that holds {content}.")
+        raise DataError(
+            f"data.dataset={dataset} needs data.path: the folder that holds {content}.",
+            key="data.path",
+        )
     root = Path(path).expanduser()
     refuse_archive(root)
     if not root.is_dir():
-        raise DataError(f"data.path={path} is not a folder; give the one that holds {content}.")
+        raise DataError(
+            f"data.path={path} is not a folder; give the one that holds {content}.", key="data.path", path=path
+        )
     return root
 
 
@@ -303,7 +310,7 @@ def read_annotations(
         content = file.read_bytes()
         tree = load_json(content, parse_constant=str)  # NaN and Infinity become text, and so are not numbers
     except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read as COCO's annotations ({error}); {_HOW}.") from error
+        raise DataError(f"{file} cannot be read as COCO's annotations ({error}); {_HOW}.", path=file) from error
     note(content)
     if not isinstance(tree, dict):
         _refuse(file, ["it is not a mapping of images, annotations and categories"])
@@ -329,7 +336,7 @@ def _refuse(file: Path, faults: list[str]) -> None:
     """Raise DataError with the first faults of a file, if any."""
     if faults:
         count = f"{len(faults):,} faults, first {_SHOWN}: " if len(faults) > _SHOWN else ""
-        raise DataError(f"{file}: {count}{'; '.join(faults[:_SHOWN])}; {_HOW}.")
+        raise DataError(f"{file}: {count}{'; '.join(faults[:_SHOWN])}; {_HOW}.", path=file)
 
 
 def _images(entries: list[Any], faults: list[str]) -> dict[int, tuple[str, int, int]]:
@@ -452,7 +459,7 @@ def _trainable(file: Path, annotations: Annotations, *, keep_empty: bool) -> tup
     samples = every if keep_empty else np.unique(owner[is_drawn & ~annotations.crowd])
     if not len(samples):
         hint = "; data.detection.keep_empty=true trains on pictures without one" * (len(every) > 0)
-        raise DataError(f"{file}: none of its {len(every):,} pictures has an object to learn from{hint}.")
+        raise DataError(f"{file}: none of its {len(every):,} pictures has an object to learn from{hint}.", path=file)
     left_out = {
         "pictures_without_objects_left_out": len(every) - len(samples),
         "boxes_without_extent_left_out": int((~has_extent & ~annotations.crowd).sum()),

@@ -26,7 +26,7 @@ from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, decode,
 from paceline.data.image.source import EXTENSIONS, Image
 from paceline.data.splits import SPLIT_NAMES, TEST, TRAIN, split_folders
 from paceline.dataset_registry import dataset
-from paceline.errors import DataError, did_you_mean
+from paceline.errors import DataError, data_error, did_you_mean
 from paceline.files import SkippedItems, has_extension, is_folder, list_files, visible_entries
 from paceline.plain_text import one_form
 from paceline.recipe.data import Data
@@ -115,7 +115,7 @@ def _split_folders(root: Path, *, score_all: bool) -> list[Path]:
     if not folders or folders[0].name == splits.get(TRAIN):
         return folders
     if not score_all:
-        raise DataError(f"{str(root)!r} has {folders[0].name}/images but no train/images: add it.")
+        raise data_error(root, f"has {folders[0].name}/images but no train/images: add it.")
     return folders[:1]
 
 
@@ -157,12 +157,13 @@ def open_masks(data: Data) -> MaskDataset:
         split = f"{100 * data.validation_fraction:.4g}% of the images, always the same (data.validation_fraction)"
         split = f"the folder {folders[0].name}/" if data.score_all and folders else split
     if not kept[0]:
-        raise DataError(f"{str(root)!r} has no image with a mask to train on: put NAME.png into masks/ for each image.")
+        raise data_error(root, "has no image with a mask to train on: put NAME.png into masks/ for each image.")
     missing = [name for number, name in enumerate(names) if not present[kept[0], number].any()]
     if len(names) - len(missing) < 2:
         why = f", and {IGNORED}, which means 'ignored': store each pixel's class index, from 0"
         raise DataError(
-            f"the training masks of {str(root)!r} hold fewer than two classes{why * bool(present[:, IGNORED].any())}."
+            f"the training masks of {str(root)!r} hold fewer than two classes{why * bool(present[:, IGNORED].any())}.",
+            path=root,
         )
     empty = f"{len(missing)} of {len(names)} classes have no pixel in any training mask: {', '.join(missing[:_SHOWN])}"
     digest = hashlib.sha256(repr(names).encode())
@@ -188,7 +189,7 @@ def _paired(folder: Path, left_out: SkippedItems) -> tuple[list[str], list[str]]
     for kind, endings in (("images", EXTENSIONS), ("masks", ("png",))):
         if not (folder / kind).is_dir():
             near = did_you_mean(kind, [each.name for each in visible_entries(folder)])
-            raise DataError(f"{str(folder)!r} has no folder {kind}/, which task=segmentation reads.{near}")
+            raise data_error(folder, f"has no folder {kind}/, which task=segmentation reads.{near}")
         for name in list_files(folder / kind, left_out):
             stem, path = os.path.splitext(name)[0], os.path.join(folder, kind, name)
             if not has_extension(name, endings):
@@ -263,11 +264,12 @@ def _class_names(root: Path, highest: np.ndarray) -> tuple[str, ...]:
     try:
         names = tuple(file.read_text(encoding="utf-8-sig").rstrip().splitlines())
     except (OSError, ValueError) as error:
-        raise DataError(f"{str(file)!r} cannot be read as class names, one a line ({error}); correct it.") from error
+        raise data_error(file, f"cannot be read as class names, one a line ({error}); correct it.") from error
     names = tuple(name.strip() for name in names)
     if not 2 <= len(names) <= IGNORED or len(set(one_form(names).values())) < len(names) or "" in names:
-        raise DataError(
-            f"{str(file)!r} has {len(names)} classes, {len(set(names) - {''})} of them different; there must be 2 to "
-            f"{IGNORED}, with different names."
+        raise data_error(
+            file,
+            f"has {len(names)} classes, {len(set(names) - {''})} of them different; there must be 2 to {IGNORED}, "
+            "with different names.",
         )
     return names

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from converted_recipes import check_keys, load, plan_of
+from golden_sentences import check_sentence, raises
 
 from paceline.errors import RecipeError
 from paceline.recipe.load import load_recipe
@@ -52,7 +53,7 @@ def test_a_mode_trains_or_is_refused(mode: str, tmp_path: Path) -> None:
     conversion = convert(launch("resnet50", "DGXA100", "AMP", mode))
     if mode in ("evaluate", "benchmark_inference"):
         assert [each.option for each in conversion.refused] == ["--evaluate"]
-        assert "paceline evaluate" in str(refusal(conversion))
+        check_sentence(refusal(conversion))
         return
     recipe = load(conversion, tmp_path).recipe
     benchmark = mode != "convergence"
@@ -117,7 +118,7 @@ def test_beginnings_of_options_are_read_as_their_scripts_have_them(tmp_path: Pat
     )
     recipe = load(convert(command), tmp_path).recipe
     assert (recipe.optimizer.momentum, recipe.data.workers, str(recipe.train.until)) == (0.875, 5, "30 epochs")
-    with pytest.raises(RecipeError, match="shell variables are not known"):
+    with raises(RecipeError, value="$FLAGS", rule="values"):
         convert(f"{command} $FLAGS")
 
 
@@ -141,18 +142,18 @@ def test_an_option_becomes_keys(words: str, keys: dict[str, object], tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("command", "says"),
+    ("command", "key", "value"),
     [
-        ("python classify.py --image a.jpg", "labels images"),
-        ("python quant_main.py /d --arch efficientnet-quant-b0", "trains for quantised numbers"),
-        ("python launch.py --model resnet50 /d", "launch.py needs --platform and --precision and --mode"),
-        (launch("resnet5", "DGXA100", "AMP"), "there is no preset for --model resnet5 "),
-        (launch("resnet50", "DGXA100", "FP32"), "there is no preset for --precision FP32 "),
-        (launch("resnet50", "DGXA100", "AMP", "convergance"), "Did you mean 'convergence'?"),
+        ("python classify.py --image a.jpg", None, "classify.py"),
+        ("python quant_main.py /d --arch efficientnet-quant-b0", None, "quant_main.py"),
+        ("python launch.py --model resnet50 /d", "--platform", None),
+        (launch("resnet5", "DGXA100", "AMP"), "--model", "resnet5"),
+        (launch("resnet50", "DGXA100", "FP32"), "--precision", "FP32"),
+        (launch("resnet50", "DGXA100", "AMP", "convergance"), "--mode", "convergance"),
     ],
 )
-def test_what_cannot_be_converted_says_why(command: str, says: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(says)):
+def test_what_cannot_be_converted_says_why(command: str, key: str | None, value: str | None) -> None:
+    with raises(RecipeError, key=key, value=value):
         convert(command)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from blake3 import blake3
+from golden_sentences import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -396,10 +397,10 @@ def test_a_header_that_does_not_fit_its_file_is_refused(
 
 
 def test_a_missing_file_a_short_file_and_a_pipe_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"absent: No such file or directory \(ENOENT\)"):
+    with raises(CheckpointError, path="absent"):
         read_tensor_file(tmp_path / "absent")
     (tmp_path / "short").write_bytes(b"123")
-    with pytest.raises(CheckpointError, match="has 3 bytes, too few"):
+    with raises(CheckpointError, path="short"):
         read_tensor_file(tmp_path / "short")
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
@@ -418,5 +419,5 @@ def test_a_file_of_very_many_tensors_is_refused_before_they_are_read(tmp_path: P
     entry = '"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     header = f"{{{','.join(entry % number for number in range(2**18 + 1))}}}".encode()
     (tmp_path / "w.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(CheckpointError, match="it lists 262145 tensors, more than the limit of 262144"):
+    with raises(CheckpointError, path="w.safetensors"):
         read_tensor_file(tmp_path / "w.safetensors")

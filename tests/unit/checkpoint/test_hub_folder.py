@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden_sentences import raises
 from safetensors.torch import save_file
 
 from paceline.checkpoint.store import CheckpointStore
@@ -121,8 +122,8 @@ def test_folders_of_others_are_refused(tmp_path: Path, config: Any, message: str
 def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
     path = folder(tmp_path / "hub")
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin only, a pickle"):
+    with raises(CheckpointError, path="hub"):
         read_weights(path)
     (path / "pytorch_model.bin").unlink()
-    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+    with raises(CheckpointError, path="hub"):
         read_weights(path)

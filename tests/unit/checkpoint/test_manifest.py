@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from blake3 import blake3
+from golden_sentences import raises
 
 from paceline.checkpoint.manifest import read_components, verify
 from paceline.checkpoint.store import CheckpointStore
@@ -142,18 +143,18 @@ def _rename_file(new: str) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize("name", ["../outside.json", "/etc/hostname", "model.json", "sub/counters.json", ""])
 def test_a_manifest_cannot_name_a_file_elsewhere(checkpoint: Path, name: str) -> None:
     rewrite(checkpoint, _rename_file(name))
-    with pytest.raises(CheckpointError, match=r"it lists the files .* expected \['counters.json'\]"):
+    with raises(CheckpointError, path="checkpoints/step-00000003"):
         verify(checkpoint)
 
 
 def test_another_format_version_is_not_damage(checkpoint: Path) -> None:
     rewrite(checkpoint, lambda manifest: manifest.update(format_version=3))
     manifest = checkpoint / "manifest.json"
-    with pytest.raises(VersionError, match=r"manifest\.json' has the format version 3"):
+    with raises(VersionError, value=3, path="checkpoints/step-00000003/manifest.json"):
         CheckpointStore(checkpoint.parent).newest_complete()
     rewrite(checkpoint, lambda manifest: manifest.update(format_version=2))
     manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 3'))
-    with pytest.raises(CheckpointError, match="is not a whole checkpoint"):  # one flipped bit
+    with raises(CheckpointError, path="checkpoints/step-00000003"):  # one flipped bit
         verify(checkpoint)
 
 
@@ -165,7 +166,7 @@ def test_a_manifest_cannot_name_a_component_elsewhere(checkpoint: Path, name: st
         manifest["components"][name] = manifest["components"].pop("counters")
 
     rewrite(checkpoint, change)
-    with pytest.raises(CheckpointError, match="not allowed"):
+    with raises(CheckpointError, path="checkpoints/step-00000003"):
         verify(checkpoint)
 
 
@@ -206,7 +207,7 @@ def test_a_manifest_of_another_form_is_refused(
 )
 def test_garbage_in_the_place_of_the_manifest(checkpoint: Path, text: str) -> None:
     (checkpoint / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"manifest\.json: it"):
+    with raises(CheckpointError, path="checkpoints/step-00000003"):
         verify(checkpoint)
 
 
@@ -232,9 +233,9 @@ def test_a_listed_file_with_an_unknown_dtype_is_refused(checkpoint: Path) -> Non
     file = checkpoint / "model.safetensors"
     file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F31"'))
     relist(checkpoint, file.name)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: .* 'w' has the unknown dtype 'F31'"):
+    with raises(CheckpointError, path="checkpoints/step-00000003"):
         verify(checkpoint)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: its header does not describe"):
+    with raises(CheckpointError, path="checkpoints/step-00000003"):
         read_components(checkpoint, ("model",))["model"]
 
 
@@ -242,15 +243,15 @@ def test_a_listed_structure_that_does_not_fit_is_refused(checkpoint: Path) -> No
     for text in ('{"w": {"$tensor": "gone"}}', "[]", "{"):
         (checkpoint / "model.json").write_text(text)
         relist(checkpoint, "model.json")
-        with pytest.raises(CheckpointError, match=r"model\.json: "):
+        with raises(CheckpointError, path="checkpoints/step-00000003"):
             read_components(checkpoint, ("model",))["model"]
 
 
 def test_what_is_no_directory_is_said_to_be_none(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="does not exist; give a checkpoint directory"):
+    with raises(CheckpointError, path="absent"):
         verify(tmp_path / "absent")
     (tmp_path / "old.pt").write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(CheckpointError, match=r"is a file, but .* directory.*looks like a pickle"):
+    with raises(CheckpointError, path="old.pt"):
         verify(tmp_path / "old.pt")
-    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+    with raises(CheckpointError, path=tmp_path):
         verify(tmp_path)

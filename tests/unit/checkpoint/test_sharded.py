@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden_sentences import raises
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -143,7 +144,7 @@ def test_a_part_that_is_lost_is_missed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'matrix' has 35 numbers, but its parts have 20|'half' has 6 numbers"):
         check_cover(entry.tensors, headers[1:])
     (path / "model" / "part-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"model/part-00002\.safetensors is missing"):
+    with raises(CheckpointError, path="step-00000004"):
         verify(path)
 
 
@@ -153,7 +154,7 @@ def test_a_part_beyond_the_whole_is_refused(tmp_path: Path) -> None:
             part = parts["matrix"]
             parts["matrix"] = Part(part.tensor, part.shape, (6, 0))
 
-    with pytest.raises(CheckpointError, match=r"'matrix' is float32 \[3, 5\] from \[6, 0\] on, but the manifest lists"):
+    with raises(CheckpointError, path="step-00000004"):
         verify(save(tmp_path, world_size=3, change=shift))
 
 
@@ -164,9 +165,9 @@ def test_two_parts_in_one_place_are_refused(tmp_path: Path) -> None:
             parts["matrix"] = Part(part.tensor, part.shape, (0, 0))
 
     path = save(tmp_path, world_size=3, change=shift)
-    with pytest.raises(CheckpointError, match="'matrix' has two parts in the same place"):
+    with raises(CheckpointError, path="step-00000004"):
         verify(path)
-    with pytest.raises(CheckpointError, match="'matrix' has two parts in the same place"):
+    with raises(CheckpointError, path="step-00000004"):
         read_components(path, ("model",))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from golden_sentences import raises
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -179,7 +180,7 @@ def test_set_aside_frees_the_name_and_keeps_the_files(tmp_path: Path) -> None:
         assert store.steps() == [1]
     assert store.prune(keep=1) == []
     outside = DamagedCheckpoint(tmp_path / "step-00000001", 1, "")
-    with pytest.raises(CheckpointError, match="nothing was renamed"):
+    with raises(CheckpointError, path="step-00000001"):
         store.set_aside(outside)
 
 
@@ -232,7 +233,7 @@ def test_the_next_save_removes_what_a_killed_one_left_and_nothing_else(tmp_path:
 
 def test_a_component_the_checkpoint_lacks_is_named_with_the_nearest(tmp_path: Path) -> None:
     store = store_with(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"'modle'; it holds model, counters. Did you mean 'model'"):
+    with raises(CheckpointError, path="checkpoints/step-00000001"):
         read_components(store.path(1), ("modle",))["modle"]
     assert read_components(store.path(1), ["counters"]) == {"counters": {"step": 1}}
 
@@ -251,13 +252,13 @@ def test_best_names_a_step_and_is_replaced_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}', "null", "\x80", "[" * 100_000])
 def test_a_damaged_best_file_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
     (tmp_path / "best.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"best\.json does not name a best step"):
+    with raises(CheckpointError, path="best.json"):
         CheckpointStore(tmp_path).read_best()
 
 
 def test_best_with_entries_of_other_types_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "best.json").write_text(json.dumps({"step": "1", "metric": "loss", "value": 1.0}))
-    with pytest.raises(CheckpointError, match="the wrong types"):
+    with raises(CheckpointError, path="best.json"):
         CheckpointStore(tmp_path).read_best()
 
 
@@ -291,9 +292,7 @@ def test_a_link_to_a_disk_that_is_not_mounted_is_not_damaged(tmp_path: Path) -> 
     store = store_with(tmp_path, 1, 2, 3, 4)
     disk = link_elsewhere(store, 1, 3, 4).rename(tmp_path / "unmounted")
     for attempt in (store.newest_complete, lambda: read_weights(store.directory)):
-        with pytest.raises(
-            UnreadableError, match=r"step-00000004 is a link to .*disk/step-00000004, which does not exist"
-        ):
+        with raises(UnreadableError, path="checkpoints/step-00000004"):
             attempt()
     assert store.steps() == [1, 2, 3, 4]
     assert store.prune(keep=1) == [1]
@@ -308,7 +307,7 @@ def test_a_file_behind_a_link_that_leads_nowhere_is_not_damaged(tmp_path: Path) 
     file = store.path(2) / "model.safetensors"
     file.unlink()
     file.symlink_to(tmp_path / "disk" / "model.safetensors")
-    with pytest.raises(UnreadableError, match=r"model\.safetensors is a link to"):
+    with raises(UnreadableError, path="checkpoints/step-00000002/model.safetensors"):
         store.newest_complete()
 
 
@@ -343,5 +342,5 @@ def test_without_checkpoints_a_run_begins_and_with_only_damaged_ones_it_is_told(
 def test_the_one_asked_for_is_taken_or_refused_never_replaced(store: CheckpointStore) -> None:
     assert choose_resume_point(store, requested=store.path(10)) == ResumePoint(store.path(10), 10)
     (store.path(10) / "model.json").unlink()
-    with pytest.raises(CheckpointError, match=r"step-00000010 is not .*: model\.json is missing"):
+    with raises(CheckpointError, path="run/checkpoints/step-00000010"):
         choose_resume_point(store, requested=store.path(10))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden_sentences import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
@@ -59,7 +60,7 @@ def test_the_newest_whose_weights_are_whole_is_taken(store: CheckpointStore) -> 
     flip_a_byte(store.path(30) / "model.safetensors")
     (store.path(20) / "manifest.json").write_text("")
     assert step_read(store.directory.parent) == 10
-    with pytest.raises(CheckpointError, match=r"step-00000030 is not .*: model\.safetensors: its digest is"):
+    with raises(CheckpointError, path="run/checkpoints/step-00000030"):
         read_weights(store.path(30))
     flip_a_byte(store.path(10) / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"No checkpoint in .* is whole: .*step-00000030"):
@@ -74,7 +75,7 @@ def test_what_is_not_read_is_not_verified(store: CheckpointStore) -> None:
 
 def test_weights_that_no_checkpoint_holds_are_refused_by_name(store: CheckpointStore) -> None:
     for target in (store.directory.parent, store.path(30)):
-        with pytest.raises(CheckpointError, match=r"step-00000030 holds no 'ema' weights; it holds model, optimizer"):
+        with raises(CheckpointError, path="run/checkpoints/step-00000030"):
             read_weights(target, "ema")
 
 
@@ -82,7 +83,7 @@ def test_a_lone_file_says_which_weights_it_holds(tmp_path: Path) -> None:
     path = tmp_path / "mine.safetensors"
     write_tensor_file(path, {"w": torch.ones(3)}, {"weights": "ema"})
     assert read_weights(path).weights == read_weights(path, "ema").weights == "ema"
-    with pytest.raises(CheckpointError, match=r"mine.safetensors holds the 'ema' weights alone, not 'model'"):
+    with raises(CheckpointError, path="mine.safetensors"):
         read_weights(path, "model")
 
 
@@ -90,7 +91,7 @@ def test_the_best_checkpoint_is_verified_like_any_other(store: CheckpointStore) 
     store.write_best(Best(20, "loss", 1.0))
     assert float(read_weights(store.directory.parent, best=True).state["w"][0]) == 20
     flip_a_byte(store.path(20) / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"step-00000020 is not .*its digest is"):
+    with raises(CheckpointError, path="run/checkpoints/step-00000020"):
         read_weights(store.directory.parent, best=True)
     shutil.rmtree(store.path(20))
     with pytest.raises(CheckpointError, match=r"best\.json names step-00000020, which is gone; leave out --best"):
@@ -131,22 +132,15 @@ def test_weights_of_another_run_are_not_taken(store: CheckpointStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("absent", r"there is no run directory '.*absent'; give a run directory, a checkpoint directory"),
-        ("absent.safetensors", r"there is no file '.*absent.safetensors'; give a run directory"),
-        ("run/checkpoints/step-00000099", r"there is no checkpoint '.*step-00000099'; give a run directory"),
-        ("empty", r"'.*empty' holds no run \(no recipe.yaml\); give a run directory"),
-        ("begun", r"'.*begun' holds no checkpoint.*; give a run that has saved one"),
-        ("begun/checkpoints", r"'.*checkpoints' holds no checkpoint.*; give a run that has saved one"),
-    ],
+    "target",
+    ["absent", "absent.safetensors", "run/checkpoints/step-00000099", "empty", "begun", "begun/checkpoints"],
 )
-def test_what_does_not_exist_is_refused(tmp_path: Path, target: str, message: str) -> None:
+def test_what_does_not_exist_is_refused(tmp_path: Path, target: str) -> None:
     for name in ("empty", "begun"):
         (tmp_path / name).mkdir()
     (tmp_path / "begun" / "recipe.yaml").write_text("")
     (tmp_path / "begun" / "checkpoints").mkdir()
-    with pytest.raises(CheckpointError, match=message):
+    with raises(CheckpointError, path=tmp_path / target):
         read_weights(tmp_path / target)
 
 
@@ -222,7 +216,7 @@ def test_metadata_that_is_not_ours_is_one_sentence(tmp_path: Path, text: str) ->
     path = tmp_path / "w.safetensors"
     save_file({"w": torch.ones(1)}, path, {"data": text})
     saved = read_weights(path)  # the weights themselves need none of it
-    with pytest.raises(CheckpointError, match="'data'") as caught:
+    with raises(CheckpointError, path="w.safetensors") as caught:
         saved.description("data")
     assert len(str(caught.value)) < 500
 

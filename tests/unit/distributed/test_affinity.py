@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden_sentences import raises
 
 from paceline.distributed.device import (
     CoreAssignment,
@@ -117,7 +118,7 @@ def test_a_container_lends_a_part(tmp_path: Path) -> None:
     # A GPU on the socket of which nothing is lent: whatever there is.
     other = read_topology(frozenset([2, 3]), tmp_path)
     assert format_cpus(assign_cores("socket", other, 0, [1]).cpus) == "2-3"
-    with pytest.raises(RecipeError, match="its own core, and there are 2 near 4 of them; use"):
+    with raises(RecipeError, key="parallel.affinity", value="contiguous"):
         assign_cores("contiguous", lent, 0, EIGHT_GPUS)
 
 

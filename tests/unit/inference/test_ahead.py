@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from golden_sentences import raises
 from PIL import Image
 
 import paceline
@@ -200,7 +201,7 @@ def test_a_file_is_whole_or_not_there(here: Path) -> None:
             assert not Path("a.jsonl").exists()
             # What a kill would leave.
             assert len(Path("a.jsonl.partial").read_text().splitlines()) == 1
-            with pytest.raises(DataError, match="another command is writing it"), answer_file(Path("a.jsonl"), LABELS):
+            with raises(DataError, path="a.jsonl"), answer_file(Path("a.jsonl"), LABELS):
                 pass
             raise KeyboardInterrupt
 
@@ -210,7 +211,7 @@ def test_a_file_is_whole_or_not_there(here: Path) -> None:
     with answer_file(Path("a.jsonl"), LABELS) as file:
         file.write(rows)
     assert [each.name for each in here.iterdir()] == ["a.jsonl"]
-    with pytest.raises(DataError, match="already exists"), answer_file(Path("a.jsonl"), LABELS):
+    with raises(DataError, path="a.jsonl"), answer_file(Path("a.jsonl"), LABELS):
         pass
 
 

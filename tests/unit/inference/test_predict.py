@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from golden_sentences import raises
 from PIL import Image
 from torch import nn
 
@@ -76,7 +77,7 @@ def expected(run: Path, picture: Path) -> list[float]:
 @pytest.mark.parametrize("name", ["flat_task:Flat", "flat_task:flat"])
 def test_a_task_that_builds_another_network_predicts_with_that_network(trained: Any, own: Path, name: str) -> None:
     run = trained(name)
-    with pytest.raises(RecipeError, match=f"names code to import, task={name}; .* add --trust-code"):
+    with raises(RecipeError, key="task", value=name, rule="no code"):
         load_predictor(run)
     found = probabilities(load_predictor(run, trust_code=True), own / "picture.png")
     assert found == pytest.approx(expected(run, own / "picture.png"), rel=1e-4)
@@ -87,7 +88,13 @@ def test_a_task_given_in_python_is_found_by_its_class(trained: Callable[..., Pat
     from flat_task import Flat  # type: ignore[import-not-found]  # written by the fixture
 
     run = trained(Flat)
-    with pytest.raises(RecipeError, match="task=flat_task:Flat"):
+    with raises(
+        RecipeError,
+        key="task",
+        value="flat_task:Flat",
+        path="checkpoints/step-00000002/ema.safetensors",
+        rule="no code",
+    ):
         load_predictor(run)
     found = probabilities(load_predictor(run, trust_code=True), own / "picture.png")
     assert found == pytest.approx(expected(run, own / "picture.png"), rel=1e-4)

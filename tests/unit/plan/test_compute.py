@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from golden_sentences import raises
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,10 +32,12 @@ def plan(*overrides: str, machine: MachineFacts = CPU, world_size: int = 1, samp
     return make(recipe, world=World(world_size=world_size, local_world_size=world_size), data=data, machine=machine)
 
 
-def refusal(*overrides: str, machine: MachineFacts = CPU) -> str:
-    with pytest.raises(RecipeError) as caught:
-        plan(*overrides, machine=machine)
-    return str(caught.value)
+def refusal(override: str, *more: str, machine: MachineFacts = CPU) -> RecipeError:
+    """The error about the first override, whose sentence is in the golden file."""
+    key, _, value = override.partition("=")
+    with raises(RecipeError, key=key, value=value) as caught:
+        plan(override, *more, machine=machine)
+    return caught.value
 
 
 @given(
@@ -83,30 +86,28 @@ def test_cuda_graphs_are_recorded_where_they_are_safe() -> None:
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize(
-    ("overrides", "machine", "said"),
+    ("overrides", "machine"),
     [
-        ((), CPU, "which need a CUDA device, and this run is on cpu"),
-        (("batch.micro_size=16",), GPU, "those of 4 micro-batches per step cannot be added up"),
-        (("data.progressive.start_size=4",), GPU, "data.progressive has several"),
-        (("parallel.exact=true", "parallel.logical_ranks=1"), GPU, "parallel.exact collects"),
+        ((), CPU),
+        (("batch.micro_size=16",), GPU),
+        (("data.progressive.start_size=4",), GPU),
+        (("parallel.exact=true", "parallel.logical_ranks=1"), GPU),
     ],
 )
 def test_cuda_graphs_are_refused_where_they_are_not(
-    mode: str, overrides: tuple[str, ...], machine: MachineFacts, said: str
+    mode: str, overrides: tuple[str, ...], machine: MachineFacts
 ) -> None:
-    message = refusal(COMPILE, f"model.compile_mode={mode}", *overrides, machine=machine)
-    assert said in message
+    message = str(refusal(f"model.compile_mode={mode}", COMPILE, *overrides, machine=machine))
     # The one mode that records none still has all the rest.
     plan(COMPILE, f"model.compile_mode={message.rpartition('use model.compile_mode=')[2].split()[0].strip('.,')}")
 
 
 def test_kernels_chosen_by_the_clock_are_refused_where_sums_must_repeat() -> None:
-    message = refusal(COMPILE, "model.compile_mode=max-autotune-no-cudagraphs", "train.deterministic=true")
-    assert "train.deterministic=true requires the same sums each time" in message
+    refusal("model.compile_mode=max-autotune-no-cudagraphs", COMPILE, "train.deterministic=true")
 
 
 def test_a_mode_without_compiling_has_no_effect() -> None:
-    assert "'model.compile_mode' has no effect with model.compile=false" in refusal("model.compile_mode=max-autotune")
+    assert refusal("model.compile_mode=max-autotune").rule == "with effect"
 
 
 def test_fp32_products_are_torch_s_own_unless_asked() -> None:
@@ -116,13 +117,11 @@ def test_fp32_products_are_torch_s_own_unless_asked() -> None:
     assert plan("train.float32_matmul=highest").float32_matmul == "highest"
 
 
-@pytest.mark.parametrize(
-    ("requested", "why"), [("high", "cpu has no TF32"), ("medium", "processor has no bf16 products")]
-)
-def test_products_that_this_machine_does_not_have_are_refused(requested: str, why: str) -> None:
-    assert why in refusal(f"train.float32_matmul={requested}")
+@pytest.mark.parametrize("requested", ["high", "medium"])
+def test_products_that_this_machine_does_not_have_are_refused(requested: str) -> None:
+    refusal(f"train.float32_matmul={requested}")
 
 
 def test_fp8_is_refused_with_the_reason() -> None:
-    assert NO_FP8 in refusal("train.precision=fp8")
+    refusal("train.precision=fp8")
     assert plan("train.precision=fp8", machine=GPU).precision == "fp8"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from golden_sentences import raises
 
 from paceline.errors import RecipeError
 from paceline.plan import DataFacts, MachineFacts, NetworkFacts, ParameterNumbers, Plan, make
@@ -81,33 +82,33 @@ def test_what_was_asked_for_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "key"),
     [
-        (["parallel.shard_size=3"], "parallel.shard_size=3 does not divide 8 processes into groups of two or more"),
-        (["parallel.shard_size=1"], "parallel.shard_size=1 does not divide 8 processes"),
-        (["optimizer.name=adafactor"], "optimizer.name=adafactor needs whole matrices"),
-        (["optimizer.name=muon"], "optimizer.name=muon needs whole matrices"),
-        (["optimizer.clip_adaptive=0.01"], "optimizer.clip_adaptive=0.01 compares whole rows"),
-        (["train.precision=fp16"], "train.precision=fp16 scales the loss by the gradients of one process"),
-        (["parallel.unused_parameters=allow"], "parallel.unused_parameters=allow does not work with"),
-        (["model.compile=true"], "model.compile=true does not work with parallel.strategy=fsdp yet"),
-        (['model.frozen=["stem.*"]', 'model.unfreeze={"stem.*": "1 epochs"}'], "model.unfreeze does not work with"),
-        (['model.freeze_after={"stem.*": "1 epochs"}'], "model.freeze_after does not work with"),
-        (["optimizer.name=muon", "optimizer.rest=sgd"], "optimizer.name=muon needs whole matrices"),
-        (["parallel.gather_dtype=bf16", "train.precision=fp32"], "parallel.gather_dtype=bf16 computes in bf16"),
+        (["parallel.shard_size=3"], "parallel.shard_size"),
+        (["parallel.shard_size=1"], "parallel.shard_size"),
+        (["optimizer.name=adafactor"], "optimizer.name"),
+        (["optimizer.name=muon"], "optimizer.name"),
+        (["optimizer.clip_adaptive=0.01"], "optimizer.clip_adaptive"),
+        (["train.precision=fp16"], "train.precision"),
+        (["parallel.unused_parameters=allow"], "parallel.unused_parameters"),
+        (["model.compile=true"], "model.compile"),
+        (['model.frozen=["stem.*"]', 'model.unfreeze={"stem.*": "1 epochs"}'], "model.unfreeze"),
+        (['model.freeze_after={"stem.*": "1 epochs"}'], "model.freeze_after"),
+        (["optimizer.name=muon", "optimizer.rest=sgd"], "optimizer.name"),
+        (["parallel.gather_dtype=bf16", "train.precision=fp32"], "parallel.gather_dtype"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+def test_what_does_not_go_with_it_is_refused(overrides: list[str], key: str) -> None:
+    with raises(RecipeError, key=key):
         plan(recipe("parallel.strategy=fsdp", *overrides))
     large = ParameterNumbers(10**11, 10**11)
     requested = recipe(*overrides)
-    with pytest.raises(RecipeError, match=message):
+    with raises(RecipeError, key=key):
         plan(requested, large)
 
 
 def test_one_process_has_nobody_to_share_with() -> None:
-    with pytest.raises(RecipeError, match=r"parallel\.strategy=fsdp has no effect with one process"):
+    with raises(RecipeError, key="parallel.strategy", value="fsdp"):
         plan(recipe("parallel.strategy=fsdp"), world_size=1)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden_sentences import raises
 
 from paceline.errors import RecipeError
 from paceline.recipe.load import stored_recipe
@@ -67,5 +68,5 @@ def test_focal_has_a_gradient_where_the_answer_is_certain() -> None:
 def test_wrong_options_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(RecipeError, match=r"train\.loss_options .* do not fit train\.loss=focal"):
         loss(loss="focal", loss_options=options)
-    with pytest.raises(RecipeError, match=r"'train\.loss_options' has no effect with train\.loss=cross_entropy"):
+    with raises(RecipeError, rule="with effect"):
         loss(loss_options=options)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden_sentences import raises
 
 import paceline
 from paceline.checkpoint.weights import read_weights
@@ -119,7 +120,7 @@ def test_a_teacher_of_another_image_size_is_refused(taught: Callable[..., Any], 
 
 
 def test_a_teacher_without_distillation_is_refused(runs: Path) -> None:
-    with pytest.raises(RecipeError, match="task=distillation"):
+    with raises(RecipeError, rule="with effect"):
         paceline.train("digits", overrides=[f"distillation.teacher={runs}"], run_dir=runs / "run", quiet=True)
 
 
@@ -130,6 +131,6 @@ def test_another_teacher_is_noticed_when_a_run_goes_on(taught: Callable[..., Any
     shutil.copy(mine, moved)
     other = paceline.train("digits", overrides=[*DIGITS, "train.duration=2 steps"], run_dir=runs / "other", quiet=True)
     shutil.copy(read_weights(other.run_dir).path, mine)
-    with pytest.raises(RunDirectoryError, match="started with another teacher"):
+    with raises(RunDirectoryError, key="teacher"):
         taught("run", source=mine)
     assert taught("run", source=moved).summary.step == 4

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from calls import output_of
+from golden_sentences import raises
 from image_sets import image_table
 from PIL import Image
 
@@ -83,9 +84,9 @@ def test_a_cell_of_names_has_any_number_of_them(tmp_path: Path) -> None:
     assert opened(image_table(tmp_path, [*rows, "cat,val"], "image,label,split")).validation.labels.tolist() == [
         [0, 1, 0]
     ]
-    with pytest.raises(DataError, match="held-out images of the class 'cow', but none to train on"):
+    with raises(DataError, path="table.csv"):
         opened(image_table(tmp_path, [*rows, "cow,val"], "image,label,split"))
-    with pytest.raises(DataError, match="no label in any row"):
+    with raises(DataError, path="table.csv"):
         opened(image_table(tmp_path, [",train", ";,train"], "image,label,split"))
 
 
@@ -194,7 +195,7 @@ def test_some_of_the_classes_keep_their_columns_of_the_weights(tmp_path: Path) -
 
 
 def test_thresholds_are_of_this_task_only(trained: Path) -> None:
-    with pytest.raises(RecipeError, match=r"evaluate\.thresholds=0\.3' has no effect: only image_multilabel"):
+    with raises(RecipeError, key="evaluate.thresholds", rule="with effect"):
         paceline.train("digits", overrides={"evaluate.thresholds": 0.3})
     report = evaluate_target(EvaluationRequest(target=trained, overrides=("evaluate.thresholds=0.999",)))
     assert (report.metrics["macro_f1"], [each["threshold"] for each in report.per_class]) == (0, [0.999] * 3)

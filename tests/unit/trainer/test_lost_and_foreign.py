@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_sentences import raises
 from run_directories import fingerprint, saved_steps
 
 from paceline.checkpoint.manifest import read_manifest
@@ -107,7 +108,7 @@ def test_what_failed_in_its_first_save_begins_again(
 ) -> None:
     with monkeypatch.context() as patched:
         refuse_renames(patched)
-        with pytest.raises(TrainingError, match="No space left"):
+        with raises(TrainingError, path="checkpoints/step-00000004"):
             train_tiny("run", {"checkpoint.every": "4 steps", **LONGER})
     assert (runs / "run/events.jsonl").read_text().count('"event": "checkpoint"') == 1
     assert train_tiny("run", LONGER).summary.weights_sha256 == whole
@@ -220,7 +221,7 @@ def test_a_checkpoint_of_another_run_is_set_aside(train_tiny: Make, whole: str, 
         (run / "run.json").unlink()
     foreign = run / "checkpoints/step-00000012"
     shutil.copytree(other / "checkpoints/step-00000012", foreign)
-    with pytest.raises(CheckpointError, match="another run"):
+    with raises(CheckpointError, path="checkpoints/step-00000012"):
         train_tiny("run", LONGER, resume=str(foreign))
     assert train_tiny("run", {"train.duration": "13 steps", "train.until": "12 steps"}).summary.resumes == 1
     assert (run / "checkpoints/step-00000012.foreign").is_dir()
@@ -241,7 +242,7 @@ def test_with_nothing_but_checkpoints_of_another_run_it_is_refused(train_tiny: M
     shutil.rmtree(run / "checkpoints")
     shutil.copytree(other / "checkpoints", run / "checkpoints")
     before = fingerprint(run)
-    with pytest.raises(CheckpointError, match="step-00000008 is a checkpoint of another run"):
+    with raises(CheckpointError, path="checkpoints/step-00000008"):
         train_tiny("run", {"seed": 1, **LONGER})
     assert fingerprint(run) == before
 
@@ -255,7 +256,7 @@ def test_without_its_identity_the_checkpoints_vote(train_tiny: Make, runs: Path,
         path = runs / "tied" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     before = fingerprint(runs / "tied")
-    with pytest.raises(RunDirectoryError, match="its checkpoints and records belong to different runs"):
+    with raises(RunDirectoryError, path="tied"):
         train_tiny("tied", LONGER)
     assert fingerprint(runs / "tied") == before
     assert train_tiny("run", LONGER).summary.weights_sha256 == whole
@@ -472,7 +473,7 @@ def test_a_damaged_plan_is_one_sentence(train_tiny: Make, content: str | None) -
 
 def test_a_lock_that_is_a_directory_is_one_sentence(train_tiny: Make, runs: Path) -> None:
     (runs / "run/.lock").mkdir(parents=True)
-    with pytest.raises(RunDirectoryError, match=r"\.lock"):
+    with raises(RunDirectoryError, path="run/.lock"):
         train_tiny("run")
 
 
@@ -480,7 +481,7 @@ def test_a_lock_that_is_a_link_leads_nowhere(train_tiny: Make, runs: Path) -> No
     (runs / "run").mkdir()
     (runs / "notes.txt").write_text("mine")
     (runs / "run/.lock").symlink_to(runs / "notes.txt")
-    with pytest.raises(RunDirectoryError, match=r"\.lock"):
+    with raises(RunDirectoryError, path="run/.lock"):
         train_tiny("run")
     assert (runs / "notes.txt").read_text() == "mine"
 
@@ -495,7 +496,7 @@ def test_a_disk_that_does_not_answer_ends_no_run_at_a_record(tmp_path: Path, mon
         with monkeypatch.context() as broken:
             broken.setattr("paceline.records.run_directory.os.stat", refuse)
             directory.check_in_place(before_saving=False)
-            with pytest.raises(RunDirectoryError, match="Stale file handle"):
+            with raises(RunDirectoryError, path=tmp_path):
                 directory.check_in_place()
         (tmp_path / "ledger").rmdir()
         with pytest.raises(RunDirectoryError, match="was moved"):

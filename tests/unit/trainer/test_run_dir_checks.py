@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden_sentences import raises
 from run_directories import fingerprint
 from torch import nn
 
@@ -150,9 +151,9 @@ def test_what_changes_no_step_may_change(train_tiny: Make, runs: Path) -> None:
 
 def test_other_data_is_refused(train_tiny: Make) -> None:
     train_tiny("run", {"train.duration": "1 steps"})
-    with pytest.raises(RunDirectoryError, match="train_samples=52, but here it would be 53"):
+    with raises(RunDirectoryError, key="data.path", value=53):
         train_tiny("run", train_images=53)
-    with pytest.raises(RunDirectoryError, match=r"the data of the run in .* has changed since it started"):
+    with raises(RunDirectoryError, key="digest"):
         train_tiny("run", evaluation_images=22)
 
 
@@ -171,7 +172,7 @@ def test_another_cut_into_micro_batches_is_told(
 def test_a_full_folder_is_refused(train_tiny: Make, runs: Path) -> None:
     (runs / "run").mkdir()
     (runs / "run" / "thesis.txt").write_text("mine")
-    with pytest.raises(RunDirectoryError, match="is not empty and holds no Paceline run"):
+    with raises(RunDirectoryError, path="run"):
         train_tiny("run")
     assert [path.name for path in (runs / "run").iterdir() if path.name != ".lock"] == ["thesis.txt"]
 
@@ -193,7 +194,7 @@ def test_a_mistake_found_before_the_first_step_can_be_mended(train_tiny: Make, t
 
 def test_never(train_tiny: Make) -> None:
     assert train_tiny("run", resume="never").status == "completed"
-    with pytest.raises(RunDirectoryError, match="holds a run already, but resume=never was given"):
+    with raises(RunDirectoryError, path="run"):
         train_tiny("run", resume="never")
 
 
@@ -207,7 +208,7 @@ def test_a_checkpoint_of_another_run_is_refused(train_tiny: Make, runs: Path) ->
 
 def test_a_checkpoint_that_is_not_there_is_refused(train_tiny: Make, runs: Path) -> None:
     train_tiny("run", {"train.duration": "2 steps"})
-    with pytest.raises(CheckpointError, match="step-00000001"):
+    with raises(CheckpointError, path="checkpoints/step-00000001"):
         train_tiny("run", resume=str(runs / "run/checkpoints/step-00000001"))
     assert train_tiny("run", {"train.duration": "2 steps"}).was_complete
 

@@ -257,7 +257,8 @@ class DatasetRequest:
             DataError: If the recipe does not give it.
         """
         if self.data.path is None:
-            raise DataError(f"data.dataset={self.data.dataset} needs data.path: set it to where the data is.")
+            message = f"data.dataset={self.data.dataset} needs data.path: set it to where the data is."
+            raise DataError(message, key="data.path")
         return Path(self.data.path).expanduser()
 
     @property

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from paceline.data.image.decode import BrokenImageError, decode, image_header, upright_size
 from paceline.data.image.source import Head, Ids, Image, Names
-from paceline.errors import DataError
+from paceline.errors import data_error
 from paceline.files import refuse_special_inputs
 
 # Each mapped file holds a file descriptor; the usual limit is 1024 per process.
@@ -199,5 +199,5 @@ def mapped_files(paths: Iterable[Path]) -> list[MappedFile]:
         try:
             files.append(MappedFile.at(path))
         except OSError as error:
-            raise DataError(f"{str(path)!r} cannot be read: {error.strerror}; correct the path.") from error
+            raise data_error(path, f"cannot be read: {error.strerror}; correct the path.") from error
     return files

@@ -27,7 +27,7 @@ from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.data.order import StepGeometry, evaluation_rounds, evaluation_slices
 from paceline.data.slices import SampleShapes
 from paceline.data.splits import Source
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, setting_error
 from paceline.machine import available_cores, memory_bytes
 from paceline.recipe.data import Data, Progressive
 from paceline.registry import installed, load
@@ -62,9 +62,11 @@ def measure(source: SampleSource, *, size: int, multiple: int) -> SampleShapes:
         RecipeError: If a custom source does not provide sizes.
     """
     if not _is_measured(source):
-        raise RecipeError(
-            "data.evaluation_shape=rectangular needs to know every image's size before it is read, and this data set's "
-            "source does not provide it: add a method size(sample) that returns (height, width), or use square."
+        raise setting_error(
+            "data.evaluation_shape",
+            "rectangular",
+            "needs to know every image's size before it is read, and this data set's source does not provide it: add "
+            "a method size(sample) that returns (height, width), or use square.",
         )
     shapes = np.full((len(source), 2), size, dtype=np.int64)
 
@@ -303,9 +305,11 @@ def _refuse(data: Data, dataset: ImageDataset, processes: int) -> None:
     if data.backend == "synthetic":
         _refuse_synthetic(data)
     if data.backend in _WITHOUT_WORKERS and data.evaluation_shape != "square":
-        raise RecipeError(
-            f"data.evaluation_shape={data.evaluation_shape} asks for images of several shapes, and the {data.backend} "
-            "back-end stores only one: use data.backend=pytorch with files, or leave it out."
+        raise setting_error(
+            "data.evaluation_shape",
+            data.evaluation_shape,
+            f"asks for images of several shapes, and the {data.backend} back-end stores only one: use "
+            "data.backend=pytorch with files, or leave it out.",
         )
     if data.backend != "memory":
         return
@@ -325,9 +329,11 @@ def _refuse_synthetic(data: Data) -> None:
             "synthetic back-end never varies: remove it (data.augment=null), or use another data.backend."
         )
     if data.progressive.start_size is not None:
-        raise RecipeError(
-            f"data.progressive.start_size={data.progressive.start_size} asks for images of several sizes, and the "
-            "synthetic back-end has only one: use a data set of images, or leave it out."
+        raise setting_error(
+            "data.progressive.start_size",
+            data.progressive.start_size,
+            "asks for images of several sizes, and the synthetic back-end has only one: use a data set of images, or "
+            "leave it out.",
         )
 
 

@@ -31,7 +31,7 @@ from paceline.data.image.dataset import (
     stratified_split,
 )
 from paceline.data.image.source import Hashes, Ids, SampleSource, SubsetSource, hashed_names, sample_names
-from paceline.errors import DataError, RecipeError, did_you_mean
+from paceline.errors import DataError, RecipeError, data_error, did_you_mean, setting_error
 from paceline.files import refuse_special_inputs
 from paceline.plain_text import load_json, one_form
 from paceline.recipe.data import Data
@@ -103,7 +103,7 @@ def _read(path: Path) -> tuple[dict[bytes, bool], float, str]:
     except (ValueError, LookupError, TypeError):
         is_ours = False
     if not is_ours:
-        raise DataError(f"{str(path)!r} is not a Paceline split file: name another file in data.saved_split.")
+        raise data_error(path, "is not a Paceline split file: name another file in data.saved_split.")
     actual = hashlib.sha256(body).hexdigest()
     if actual != expected:
         raise DataError(
@@ -182,9 +182,10 @@ def select(data: Data, dataset: ImageDataset) -> ImageDataset:
         hashes = hashed_names(sample_names(whole), _HOLDOUT) if data.split_by == "name" else None
         ids, held_out = hold_out(whole.labels, data.holdout_fraction, hashes)
         if len(held_out) == 0:
-            raise RecipeError(
-                f"data.holdout_fraction={data.holdout_fraction} holds nothing out: no class has two training images; "
-                "leave it out."
+            raise setting_error(
+                "data.holdout_fraction",
+                data.holdout_fraction,
+                "holds nothing out: no class has two training images; leave it out.",
             )
         dataset = replace(dataset, train=SubsetSource(whole, ids), holdout=SubsetSource(whole, held_out))
     if data.only_classes is not None:
@@ -271,9 +272,11 @@ def stratified_subset(source: SampleSource, part: int | str, key: str = "data.su
     if count > total:
         raise RecipeError(f"{key}={part}, but there are {total:,} images: ask for fewer, or for all with off.")
     if count < nonempty:
-        raise RecipeError(
-            f"{key}={part} is {count:,} of {total:,} images, which leaves some of the {nonempty:,} classes empty: take "
-            f"at least {nonempty:,}."
+        raise setting_error(
+            key,
+            part,
+            f"is {count:,} of {total:,} images, which leaves some of the {nonempty:,} classes empty: take at least "
+            f"{nonempty:,}.",
         )
     order = stratified_order(source.labels, hashed_names(sample_names(source), _SUBSET))
     return part_of(source, np.sort(order[:count]))
@@ -344,8 +347,10 @@ def take_classes(
         ids = np.flatnonzero(labels >= 0)
         parts[name] = part_of(source, ids, labels[ids])
         if len(ids) == 0 < len(source):
-            raise RecipeError(
-                f"{key}={list(requested)} leaves no {name} images: none is of these classes; take others."
+            raise setting_error(
+                key,
+                list(requested),
+                f"leaves no {name} images: none is of these classes; take others.",
             )
     if empty := sorted(set(range(len(chosen))) - set(next(iter(parts.values())).labels.tolist())):
         raise RecipeError(f"{key} names {names[empty[0]]!r}, which has no training image: leave it out.")

@@ -6,7 +6,7 @@ from glob import has_magic
 from pathlib import Path
 
 from paceline.dataset_registry import dataset_at, entries
-from paceline.errors import DataError
+from paceline.errors import DataError, data_error
 from paceline.files import refuse_archive, refuse_special_inputs
 
 
@@ -26,7 +26,8 @@ def detect(path: str) -> str:
     refuse_special_inputs(root)
     refuse_archive(root)
     endings = ", ".join(dict.fromkeys(ending for each in entries("images") for ending in each.endings))
-    raise DataError(
-        f"{str(path)!r} is a file whose name does not tell what it holds (known: {endings}): name a folder, or give "
-        "the data set, with data.dataset or with `pack --kind`."
+    raise data_error(
+        path,
+        f"is a file whose name does not tell what it holds (known: {endings}): name a folder, or give the data set, "
+        "with data.dataset or with `pack --kind`.",
     )

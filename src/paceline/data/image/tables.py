@@ -28,7 +28,7 @@ from paceline.data.tables import (
     require_pyarrow,
     splits_of_files,
 )
-from paceline.errors import DataError, did_you_mean
+from paceline.errors import DataError, data_error, did_you_mean
 from paceline.files import special_kind
 from paceline.plain_text import text_of_cell
 
@@ -135,7 +135,7 @@ class ImageTable(Table):
         wanted = [*self.label_columns, *([self.image_column] if self.kind == "path" else [])]
         lacking = [name for name in wanted if name not in file.schema.names]
         if lacking and file is not self.first:
-            raise DataError(f"{str(file.path)!r} lacks the column {lacking[0]!r}, which {str(self.first.path)!r} has.")
+            raise data_error(file.path, f"lacks the column {lacking[0]!r}, which {str(self.first.path)!r} has.")
         return wanted
 
     def _kind(self) -> str:
@@ -233,7 +233,7 @@ class ImageTable(Table):
         request.refuse_problems()
         splits = [rows[sizes[rows] >= 0] for rows in splits]
         if not all(map(len, splits)):
-            raise DataError(f"{str(self.root)!r} names no usable image: correct its rows.")
+            raise data_error(self.root, "names no usable image: correct its rows.")
         numbered: Sequence[NDArray[Any]] = () if numbers is None else [numbers[rows] for rows in splits]
         if numbers is None:
             classes, numbered = self.labels(splits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -13,7 +14,7 @@ from paceline.files import refuse_special_outputs
 from paceline.pages.page import Block, Marked, Page, Section, Table, Text, Tile, Tiles, write_page
 from paceline.pages.shown import Shown
 from paceline.records.reader import read_summary
-from paceline.records.run_directory import RunDirectory, file_error
+from paceline.records.run_directory import RunDirectory, file_operation
 from paceline.reports.html.predictions import predictions
 from paceline.reports.html.runs import Event, RunRecord, flattened, read_runs
 from paceline.reports.html.speed import findings, ledger_counts, memory, scaling, speed, steps_in_words, timeline
@@ -79,13 +80,9 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Report
     """
     if output is not None:
         refuse_special_outputs(output)
-        try:
-            with output.open("rb") as file:
-                start = file.read(len(_PAGE_START))
-        except FileNotFoundError:
-            start = b""
-        except OSError as error:
-            raise file_error("read", output, error) from error
+        start = b""
+        with file_operation("read", output), contextlib.suppress(FileNotFoundError), output.open("rb") as file:
+            start = file.read(len(_PAGE_START))
         if start and start.lower() != _PAGE_START:
             raise RunDirectoryError(f"'{output}' exists, is not an HTML page, and is not replaced: give another name.")
     runs = read_runs(run_dirs)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torchvision.datasets as known
+from golden_sentences import raises
 from image_sets import mnist, opened_set
 
 from paceline.data.image.datasets import open_dataset
@@ -144,7 +145,7 @@ def test_damaged_archives_are_named(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for content in (b"", b"text", whole[: len(whole) // 2], gzip.compress(b"text")):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=r"cannot be read as a \.tar\.gz|lacks data_batch"):
+        with raises(DataError, path="cifar-10.tar.gz"):
             read(path)
 
 
@@ -207,11 +208,11 @@ def test_cifar100(tmp_path: Path, binary: bool, monkeypatch: pytest.MonkeyPatch)
 def test_damaged_cifar100(tmp_path: Path) -> None:
     root, _, _ = write_cifar100(tmp_path, binary=False)
     (root / "train").unlink()
-    with pytest.raises(DataError, match=r"holds no files of CIFAR-100 \(cifar100\)"):
+    with raises(DataError, path="cifar-100-python"):
         read(root, "cifar100")
     with tarfile.open(tmp_path / "part.tar", "w") as tar:
         tar.add(root, root.name)
-    with pytest.raises(DataError, match="lacks train, but CIFAR-100 is train, test, meta"):
+    with raises(DataError, path="part.tar"):
         read(tmp_path / "part.tar", "cifar100")
     root, _, _ = write_cifar100(tmp_path / "b", binary=True)
     (root / "test.bin").write_bytes(b"x" * 3073)
@@ -250,7 +251,7 @@ def test_fashion_is_seen_from_the_name(tmp_path: Path) -> None:
 def test_files_of_one_mnist_are_never_taken_for_the_other(tmp_path: Path, folder: str, kind: str) -> None:
     mnist(tmp_path / folder / "raw")
     assert find_mnist(tmp_path, kind) is None
-    with pytest.raises(DataError, match=r"holds no files of .*, by its name, for '.*raw' is the other MNIST's"):
+    with raises(DataError, path=tmp_path):
         open_dataset(Data(dataset=kind, path=str(tmp_path)))
     assert find_mnist(tmp_path / folder, kind) == tmp_path / folder / "raw"
     mnist(tmp_path / "ours" / "raw")
@@ -272,5 +273,5 @@ def test_damaged_mnist(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=message):
             read(tmp_path / "set", "mnist")
     labels.unlink()
-    with pytest.raises(DataError, match="lacks t10k-labels-idx1-ubyte"):
+    with raises(DataError, path="set"):
         read(tmp_path / "set", "mnist")

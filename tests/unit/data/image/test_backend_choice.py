@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from golden_sentences import raises
 from PIL import Image
 
 from paceline.data.image import pipeline as backend_choice
@@ -60,7 +61,7 @@ def test_noise_does_not_grow() -> None:
     growing = Progressive(start_size=16, end=3)
     assert choose_backend(Data(dataset="cifar10", progressive=growing), cifar_like(100))[0] == "memory"
     for backend in ("auto", "synthetic"):
-        with pytest.raises(RecipeError, match="images of several sizes"):
+        with raises(RecipeError, key="data.progressive.start_size", value=16):
             choose_backend(Data(dataset="synthetic", backend=backend, progressive=growing), cifar_like(100))
 
 

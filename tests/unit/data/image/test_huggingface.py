@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_sentences import raises
 from image_sets import opened_set
 from PIL import Image
 
@@ -203,7 +204,7 @@ def test_a_named_pipe_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     path = next(save(tmp_path / "hf", table(range(4), [0, 1, 0, 1])).glob("*.arrow"))
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(DataError, match="is a named pipe, not a file"):
+    with raises(DataError, path="hf/data-00000-of-00002.arrow"):
         open_dataset(Data(dataset="huggingface", path=str(tmp_path / "hf")))
 
 
@@ -241,7 +242,7 @@ def test_what_is_no_such_dataset_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not a local Hugging Face dataset"):
         opened_set("huggingface", tmp_path, channels=3, validation_fraction=0)
     root = save_splits(tmp_path / "odd", {"test": table([1, 2], [0, 1])})
-    with pytest.raises(DataError, match="has the splits test, but none called train"):
+    with raises(DataError, path="odd"):
         opened_set("huggingface", root, channels=3, validation_fraction=0)
     root = save(tmp_path / "unlabelled", table([1, 2], [0, 1]), {"image": FEATURES["image"]})
     with pytest.raises(DataError, match="has the columns image, and none has a usual name for a column of labels"):

@@ -9,6 +9,7 @@ from typing import Any
 import fork_server
 import numpy as np
 import pytest
+from golden_sentences import raises
 from PIL import Image
 
 import paceline
@@ -194,7 +195,7 @@ def test_a_mixture_that_cannot_be_opened_is_refused(sets: Path, mixture: dict[st
 
 
 def test_images_of_several_labels_are_refused(sets: Path) -> None:
-    with pytest.raises(RecipeError, match="joins images of one class each"):
+    with raises(RecipeError, key="data.dataset", value="mixture"):
         open_dataset(data(sets, {"photos": 1, "more": 1}), several_labels=True)
 
 
@@ -265,7 +266,7 @@ def test_a_stopped_run_ends_as_if_it_had_not_stopped(sets: Path) -> None:
     found = audit_run(whole)
     assert found.passed
     assert [(each.used, each.duplicates, each.missing) for each in found.epochs] == [(40, 0, 0)] * 2
-    with pytest.raises(PacelineError, match=r"data\.mixture\.photos was 3.0 and is now 2.0"):
+    with raises(PacelineError, path="whole"):
         train("whole", **{"data.workers": 0, "data.mixture": {"photos": 2, "more": 1}, "train.duration": "4 epochs"})
     plan = (whole / "plan.json").read_text()
     (whole / "plan.json").write_text(plan.replace('"mixture": [\n    10,\n    30', '"mixture": [\n    11,\n    29'))

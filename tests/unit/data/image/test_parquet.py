@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_sentences import raises
 from PIL import Image
 
 from paceline.data.image.datasets import open_dataset
@@ -126,7 +127,7 @@ def test_other_splits_of_the_hub_are_not_read_and_other_files_refused(tmp_path: 
     found = open_dataset(data(tmp_path, validation_fraction=0.34, split_by="name"))
     assert (len(found.train) + len(found.validation), found.is_split_off) == (6, True)
     write(tmp_path / "more.parquet", {"image": images(range(2)), "label": [0, 1]})
-    with pytest.raises(DataError, match=r"more.parquet' is next to files called train, .* rename it"):
+    with raises(DataError, path="bytes/more.parquet"):
         open_dataset(data(tmp_path))
 
 
@@ -207,7 +208,7 @@ def test_damaged_and_missing_tables(tmp_path: Path) -> None:
         open_dataset(Data(dataset="huggingface", path=str(tmp_path)))
     write(tmp_path / "u.parquet", {"image": images(range(2)), "tag": [0, 1]})
     path.write_bytes(whole)
-    with pytest.raises(DataError, match=r"u.parquet' lacks the column 'label', which '.*t.parquet' has"):
+    with raises(DataError, path="u.parquet"):
         open_dataset(data(tmp_path))
 
 
@@ -233,9 +234,7 @@ def test_an_image_that_is_missing_has_no_size(tmp_path: Path) -> None:
 def test_groups_too_large_for_one_image_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "t.parquet", {"image": images(range(8)), "label": [0, 1] * 4})
     monkeypatch.setattr(parquet_source, "LARGEST_KEPT", 300)
-    with pytest.raises(
-        DataError, match=r"has 4 images, .* in one row group, .* run `paceline pack .*row_group_size=100"
-    ):
+    with raises(DataError, path="t.parquet"):
         open_dataset(data(path))
     origin = open_origin(str(path))
     assert (origin.origin.kind, origin.readers > 1000) == ("parquet", True)

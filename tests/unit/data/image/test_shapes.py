@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_sentences import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -76,7 +77,7 @@ def test_many_images_are_measured_in_order() -> None:
 def test_a_source_that_does_not_tell_sizes_is_refused() -> None:
     source = SyntheticSource(4, 2, (8, 8, 3))
     for each in (source, SubsetSource(source, np.arange(2))):
-        with pytest.raises(RecipeError, match=r"evaluation_shape=rectangular .* add a method size\(sample\)"):
+        with raises(RecipeError, key="data.evaluation_shape", value="rectangular"):
             measure(each, size=8, multiple=4)
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torchvision.datasets as known
+from golden_sentences import raises
 from image_sets import idx, mnist
 from PIL import Image
 
@@ -145,7 +146,7 @@ def test_what_cannot_be_opened_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"Food101 cannot be opened in '.*' \(RuntimeError: Dataset not found"):
         opened("Food101", tmp_path)
     (tmp_path / "MNIST" / "processed").mkdir(parents=True)
-    with pytest.raises(DataError, match=r"which are pickles, and loading those can run any code"):
+    with raises(DataError, path="MNIST/processed"):
         opened("MNIST", tmp_path)
     with pytest.raises(
         DataError, match=r"CocoDetection cannot be opened .*'annFile'.*correct data.path or data.options"

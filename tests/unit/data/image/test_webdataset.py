@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from golden_sentences import raises
 from image_sets import opened_set
 from PIL import Image
 
@@ -111,13 +112,13 @@ def test_where_nothing_can_be_remembered_it_is_read_anyway(tmp_path: Path, monke
 def test_a_name_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     """Or half of the samples would be missed without a word."""
     path = write_tar(tmp_path / "x.tar", [*samples(range(4)), *samples(range(2))])
-    with pytest.raises(DataError, match=r"holds '000000\.jpg' twice, so the sample is ambiguous"):
+    with raises(DataError, path="x.tar"):
         opened_set("webdataset", path, channels=None, validation_fraction=0.5)
 
 
 def test_names_that_differ_in_their_case_alone_are_one_samples(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "x.tar", [*samples(range(4)), ("000003.JPG", jpeg(3))])
-    with pytest.raises(DataError, match=r"holds both '000003\.jpg' and '000003\.JPG', which are one sample's"):
+    with raises(DataError, path="x.tar"):
         opened_set("webdataset", path, channels=None, validation_fraction=0.5)
 
 
@@ -160,7 +161,7 @@ def test_a_folder_of_splits(tmp_path: Path) -> None:
     assert (len(opened.train), len(opened.validation)) == (6, 4)
     assert opened.split == "the validation tars; those of test are not read"
     write_tar(tmp_path / "odd.tar", samples([12]))
-    with pytest.raises(DataError, match=r"'odd\.tar' says neither train nor val"):
+    with raises(DataError, path=tmp_path):
         opened_set("webdataset", tmp_path, channels=None, validation_fraction=0.2)
 
 
@@ -239,7 +240,7 @@ def test_what_is_ignored_changes_no_digest(tmp_path: Path) -> None:
     assert found.digest == before
     assert "README.md" in found.left_out[0]
     os.mkfifo(tmp_path / "tars" / "pipe.tar")
-    with pytest.raises(DataError, match=r"pipe\.tar' is a named pipe"):
+    with raises(DataError, path="tars/pipe.tar"):
         opened_tar(tmp_path / "tars")
 
 
@@ -262,7 +263,7 @@ def test_what_is_no_tar_is_told(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="which does not exist: correct the path"):
             opened_set("webdataset", tmp_path / pattern, channels=3, validation_fraction=0)
     (tmp_path / "bare").mkdir()
-    with pytest.raises(DataError, match=r"contains no \.tar files"):
+    with raises(DataError, path="bare"):
         opened_set("webdataset", tmp_path / "bare", channels=3, validation_fraction=0)
 
 

@@ -30,7 +30,7 @@ from paceline.data.image.sets import PART, SPLIT
 from paceline.data.image.sets.image_folder import open_image_folder
 from paceline.data.image.source import ArraySource, Image, with_channels
 from paceline.dataset_registry import AnyOpener, Place, Size, dataset
-from paceline.errors import DataError, StorageError
+from paceline.errors import DataError, StorageError, data_error
 from paceline.storage.hub import limited_waits
 
 _KEYS = ("path", "download", *PART)
@@ -188,9 +188,10 @@ def open_archive(request: DatasetRequest) -> StoredImages:
     if location is None:
         other = None if isinstance(archive, Cifar) else find_mnist(root)
         but = "" if other is None else f", by its name, for {str(other)!r} is the other MNIST's"
-        raise DataError(
-            f"{str(root)!r} holds no files of {archive.title} ({kind}){but}: correct the path, or, with a network, "
-            "set data.download=true."
+        raise data_error(
+            root,
+            f"holds no files of {archive.title} ({kind}){but}: correct the path, or, with a network, set "
+            "data.download=true.",
         )
     if isinstance(archive, Cifar):
         train, test, classes = _read_cifar(location, kind, archive)
@@ -214,9 +215,10 @@ def _read_cifar(path: Path, kind: str, archive: Cifar) -> tuple[ArraySource, Arr
     needed = archive.files(suffix)
     missing = [name for name in needed if name not in files]
     if missing:
-        raise DataError(
-            f"{str(path)!r} lacks {', '.join(missing)}, but {archive.title} is {', '.join(needed)}: download the "
-            "archive again, or correct data.path."
+        raise data_error(
+            path,
+            f"lacks {', '.join(missing)}, but {archive.title} is {', '.join(needed)}: download the archive again, or "
+            "correct data.path.",
         )
 
     def read(names: Sequence[str], split: str) -> ArraySource:
@@ -249,9 +251,10 @@ def _files_in_tar(path: Path, names: set[str]) -> dict[str, bytes]:
                 if content is not None and member.size <= _LARGEST_FILE:
                     files[name] = content.read()
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise DataError(
-            f"{str(path)!r} cannot be read as a .tar.gz ({error}): download it again, or point data.path at "
-            "an extracted archive or an image folder."
+        raise data_error(
+            path,
+            f"cannot be read as a .tar.gz ({error}): download it again, or point data.path at an extracted archive or "
+            "an image folder.",
         ) from error
     return files
 
@@ -323,11 +326,9 @@ def _read_mnist(folder: Path, split: str, prefix: str) -> ArraySource:
     images = _read_idx(folder, prefix, "images", 3)
     labels = _read_idx(folder, prefix, "labels", 1).astype(np.int64)
     if len(images) != len(labels):
-        raise DataError(
-            f"{str(folder)!r} has {len(images)} {split} images and {len(labels)} labels: download it again."
-        )
+        raise data_error(folder, f"has {len(images)} {split} images and {len(labels)} labels: download it again.")
     if labels.max(initial=0) > 9:
-        raise DataError(f"{str(folder)!r} has the label {labels.max()}, but its classes are 0 … 9: download it again.")
+        raise data_error(folder, f"has the label {labels.max()}, but its classes are 0 … 9: download it again.")
     return ArraySource(images[..., None], labels, f"mnist {split}")
 
 
@@ -340,10 +341,10 @@ def _read_idx(folder: Path, prefix: str, kind: str, dimensions: int) -> np.ndarr
     """Read a file in idx format, optionally gzipped, as uint8 of any number of dimensions."""
     path = _idx_file(folder, prefix, kind, dimensions)
     if path is None:
-        raise DataError(f"{str(folder)!r} lacks {prefix}-{kind}-idx{dimensions}-ubyte(.gz): download it again.")
+        raise data_error(folder, f"lacks {prefix}-{kind}-idx{dimensions}-ubyte(.gz): download it again.")
 
     def damaged(reason: object) -> DataError:
-        return DataError(f"{str(path)!r} is not an MNIST file ({reason}): download it again.")
+        return data_error(path, f"is not an MNIST file ({reason}): download it again.")
 
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:

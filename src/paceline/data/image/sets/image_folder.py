@@ -26,7 +26,7 @@ from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSource
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.dataset_registry import dataset
-from paceline.errors import DataError, did_you_mean
+from paceline.errors import DataError, data_error, did_you_mean
 from paceline.files import TOO_FRESH_NS, SkippedItems, has_extension, is_folder, refuse_archive, visible_entries
 from paceline.machine import cache_folder
 from paceline.plain_text import one_form, quoted
@@ -323,9 +323,10 @@ def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[
     train, held_out = splits.get(TRAIN), splits.get(VALIDATION, splits.get(TEST))
     if train is None and held_out is not None and not score_all:
         if names != [held_out] and not any(map(is_folder, visible_entries(root / held_out))):
-            raise DataError(
-                f"{str(root)!r} has {held_out!r}, which holds no class folders, next to folders: if those are the "
-                f"classes, move {held_out!r} out of {root.name!r}; `paceline predict` labels its images."
+            raise data_error(
+                root,
+                f"has {held_out!r}, which holds no class folders, next to folders: if those are the classes, move "
+                f"{held_out!r} out of {root.name!r}; `paceline predict` labels its images.",
             )
         problems.add(
             "{} has {} but no 'train': put the training images into train/CLASS/, or, if {} is a class, rename it.",

@@ -15,7 +15,7 @@ from paceline.data.image.dataset import DatasetRequest, Probe, Problems, StoredI
 from paceline.data.image.sets import TABLE
 from paceline.data.image.source import ImageFiles, JoinedSource, SampleSource, SubsetSource
 from paceline.dataset_registry import dataset, dataset_at, entries, find_dataset
-from paceline.errors import DataError, RecipeError, did_you_mean
+from paceline.errors import DataError, RecipeError, did_you_mean, setting_error
 from paceline.files import visible_entries
 
 
@@ -29,7 +29,7 @@ def open_mixture(request: DatasetRequest) -> StoredImages:
     """
     ratios = request.data.mixture
     if request.several_labels:
-        raise RecipeError("data.dataset=mixture joins images of one class each: use task=image_classification.")
+        raise setting_error("data.dataset", "mixture", "joins images of one class each: use task=image_classification.")
     if len(ratios) < 2:
         problem = f"names {next(iter(ratios))!r} only" if ratios else "names no set"
         raise RecipeError(

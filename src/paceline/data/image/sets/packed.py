@@ -16,7 +16,7 @@ import json
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from paceline.data.image.mapped import ByteRanges, MappedBytes, MappedFile, Mapp
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import Ids, Image, Names, SampleSource, with_channels
 from paceline.dataset_registry import dataset
-from paceline.errors import DataError
+from paceline.errors import DataError, data_error
 from paceline.files import refuse_special_inputs
 from paceline.plain_text import load_json
 
@@ -46,10 +46,16 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 # Not a path: only a file name in this directory.
 FileName = Annotated[str, Field(pattern=r"^[a-z]+(-\d+)?\.arrow$")]
 
-_STRICT: Any = {"extra": "forbid"}
+T = TypeVar("T")
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def _checked(kind: type[T]) -> type[T]:
+    config: Any = {"extra": "forbid"}
+    return checked_dataclass(frozen=True, kw_only=True, config=config)(kind)  # type: ignore[return-value]  # still T
+
+
+@_checked
 class FileFacts:
     """A file of the dataset.
 
@@ -67,7 +73,7 @@ class FileFacts:
 ColumnType = Literal["<i4", "<i8", "|u1"]
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+@_checked
 class Column:
     """Position of an index column in its file.
 
@@ -82,7 +88,7 @@ class Column:
     count: Count
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+@_checked
 class LeftOut:
     """An unreadable image of the source, left out on request."""
 
@@ -91,7 +97,7 @@ class LeftOut:
     reason: str
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+@_checked
 class Form:
     """Storage format of images.
 
@@ -110,7 +116,7 @@ class Form:
     size: Annotated[int, Field(gt=0)] | None = None
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+@_checked
 class Origin:
     """The source of a packed dataset.
 
@@ -129,7 +135,7 @@ class Origin:
     std: tuple[float, ...] | None = None
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+@_checked
 class Manifest:
     """The content of ``packed.json``.
 
@@ -213,20 +219,19 @@ def read_manifest(root: Path) -> Manifest:
         tree = load_json(path.read_bytes())
     except FileNotFoundError as error:
         if (root / UNFINISHED).is_dir():
-            raise DataError(
-                f"{str(root)!r} is an unfinished packed dataset: run the same `paceline pack` command again to resume "
-                "it."
+            raise data_error(
+                root,
+                "is an unfinished packed dataset: run the same `paceline pack` command again to resume it.",
             ) from error
         problem = f"has no {MANIFEST}" if root.is_dir() else "is not a directory"
-        raise DataError(
-            f"{str(root)!r} is not a packed dataset: it {problem}; make one with `paceline pack SOURCE DEST`."
-        ) from error
+        problem = f"is not a packed dataset: it {problem}; make one with `paceline pack SOURCE DEST`."
+        raise data_error(root, problem) from error
     except (OSError, ValueError) as error:
         raise _damaged(path, str(error)) from error
     version = str(tree.pop("format", "")) if isinstance(tree, dict) else ""
     if version != FORMAT and version.startswith(FORMAT.rstrip("0123456789")):
         reason = f"has the format {version!r}, and this version of Paceline reads {FORMAT!r}"
-        raise DataError(f"{str(path)!r} {reason}: use the version that wrote it, or pack the source again elsewhere.")
+        raise data_error(path, f"{reason}: use the version that wrote it, or pack the source again elsewhere.")
     if version != FORMAT or tree.pop("sha256", None) != _own_digest(tree):
         raise _damaged(path, "its content does not match its digest")
     try:
@@ -237,7 +242,7 @@ def read_manifest(root: Path) -> Manifest:
 
 
 def _damaged(path: Path, reason: str) -> DataError:
-    return DataError(f"{str(path)!r} is damaged ({reason}): pack the source again.")
+    return data_error(path, f"is damaged ({reason}): pack the source again.")
 
 
 def _own_digest(tree: dict[str, Any]) -> str:
@@ -436,4 +441,4 @@ def _check_index(root: Path, manifest: Manifest, labels: Ids, ranges: ByteRanges
 
 
 def _incomplete(path: Path, reason: str) -> DataError:
-    return DataError(f"{str(path)!r} {reason}: the packed dataset is damaged; copy it again, or pack the source again.")
+    return data_error(path, f"{reason}: the packed dataset is damaged; copy it again, or pack the source again.")

@@ -27,7 +27,7 @@ from paceline.data.image.tables import ImageTable
 from paceline.data.splits import TRAIN, UNREAD_SPLITS, VALIDATION
 from paceline.data.tables import TableFile, explain_errors, files_ending_in, mapped, read_stream, require_pyarrow
 from paceline.dataset_registry import Place, dataset
-from paceline.errors import DataError
+from paceline.errors import DataError, data_error
 from paceline.files import SkippedItems, refuse_special_inputs
 from paceline.plain_text import utf8
 from paceline.units import format_bytes
@@ -151,10 +151,11 @@ class TableSource(EncodedImages):
         """
         largest = max(self.groups, key=lambda group: group.size)
         if in_any_order and largest.size > LARGEST_KEPT:
-            raise DataError(
-                f"{path!r} has {largest.rows:,} images, {format_bytes(largest.size)}, in one row group, and none of "
-                f"them can be read without the others: run `paceline pack {path} DEST`, and train with "
-                "data.dataset=packed data.path=DEST; or write the table again with smaller groups (row_group_size=100)."
+            raise data_error(
+                path,
+                f"has {largest.rows:,} images, {format_bytes(largest.size)}, in one row group, and none of them can "
+                f"be read without the others: run `paceline pack {path} DEST`, and train with data.dataset=packed "
+                "data.path=DEST; or write the table again with smaller groups (row_group_size=100).",
             )
         groups = len(self.groups)
         spread = [

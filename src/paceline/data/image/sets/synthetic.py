@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages, pixel_images
 from paceline.data.image.source import ArraySource, with_channels
 from paceline.dataset_registry import dataset
-from paceline.errors import DataError, RecipeError, did_you_mean
+from paceline.errors import DataError, did_you_mean, setting_error
 
 _NOISE_KEY = 0x6E6F6973
 _NOISE_SIZE = 224
@@ -151,7 +151,7 @@ def open_figures(request: DatasetRequest) -> StoredImages:
     """
     data, channels = request.data, request.channels or 1
     if not request.several_labels:
-        raise RecipeError("data.dataset=figures has any number of labels per image: use task=image_multilabel.")
+        raise setting_error("data.dataset", "figures", "has any number of labels per image: use task=image_multilabel.")
 
     def source(first: int, count: int) -> ArraySource:
         images, labels = draw_figures(first, count)

@@ -22,7 +22,7 @@ from paceline.data.image.sets import PART
 from paceline.data.image.sets.archives import downloading
 from paceline.data.image.source import ArraySource, FileSource, Ids, Image, SampleSource, array_digest, with_channels
 from paceline.dataset_registry import dataset
-from paceline.errors import DataError, did_you_mean
+from paceline.errors import DataError, data_error, did_you_mean
 from paceline.files import SkippedItems, is_ignored_member, list_files
 
 PREFIX = "torchvision:"
@@ -195,9 +195,10 @@ def _checked(name: str, root: Path | None) -> Path:
         )
     processed = root / name / "processed"
     if name in _PICKLED and processed.is_dir():
-        raise DataError(
-            f"{str(processed)!r} holds files of an older torchvision, which are pickles, and loading those can run any "
-            "code: remove that folder; the published files are in raw/."
+        raise data_error(
+            processed,
+            "holds files of an older torchvision, which are pickles, and loading those can run any code: remove that "
+            "folder; the published files are in raw/.",
         )
     return root
 

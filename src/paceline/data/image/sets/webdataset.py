@@ -29,7 +29,7 @@ from paceline.data.labels import as_label, number_classes
 from paceline.data.splits import TRAIN, held_out_among, split_of
 from paceline.data.tables import files_ending_in
 from paceline.dataset_registry import Place, dataset
-from paceline.errors import DataError
+from paceline.errors import DataError, data_error
 from paceline.files import SkippedItems, has_extension, is_ignored_member
 from paceline.machine import cache_folder
 from paceline.plain_text import load_json
@@ -91,9 +91,10 @@ def _scan(file: MappedFile) -> tuple[list[str], list[tuple[int, int]], list[byte
         head = stream.read(tarfile.BLOCKSIZE)
         for magic, name in _COMPRESSED.items():
             if head.startswith(magic):
-                raise DataError(
-                    f"{file.path!r} is compressed with {name}, so single images cannot be read from it: decompress "
-                    "it (the images in it are compressed already)."
+                raise data_error(
+                    file.path,
+                    f"is compressed with {name}, so single images cannot be read from it: decompress it (the images "
+                    "in it are compressed already).",
                 )
         names, special, labels = list[str](), list[str](), list[bytes]()
         ranges: list[tuple[int, int]] = []
@@ -135,7 +136,7 @@ def _members(archive: tarfile.TarFile, file: MappedFile) -> Iterator[tarfile.Tar
 
 
 def _damaged(file: MappedFile, reason: object) -> DataError:
-    return DataError(f"{file.path!r} cannot be read as a .tar ({reason}): copy or create it again.")
+    return data_error(file.path, f"cannot be read as a .tar ({reason}): copy or create it again.")
 
 
 _LABELS = ("label", "cls")
@@ -204,9 +205,9 @@ def _splits(root: Path, left_out: SkippedItems) -> tuple[list[Path], list[Path],
         return _tars(str(root)), [], ""
     tars = files_ending_in("tar", root, left_out)
     if not tars:
-        raise DataError(
-            f"{str(root)!r} contains no .tar files: correct the path, or decompress them, because images are read in "
-            "place from tars."
+        raise data_error(
+            root,
+            "contains no .tar files: correct the path, or decompress them, because images are read in place from tars.",
         )
     by_split: dict[str, list[Path]] = {}
     for tar in tars:
@@ -215,9 +216,10 @@ def _splits(root: Path, left_out: SkippedItems) -> tuple[list[Path], list[Path],
         return tars, [], ""
     if TRAIN not in by_split or "" in by_split:
         reason = f"{by_split[''][0].name!r} says neither train nor val nor test" if "" in by_split else "none is train"
-        raise DataError(
-            f"{str(root)!r} has tars of several splits, but {reason}: rename the tars (train-000.tar, val-000.tar), or "
-            "give a pattern of those to train on."
+        raise data_error(
+            root,
+            f"has tars of several splits, but {reason}: rename the tars (train-000.tar, val-000.tar), or give a "
+            "pattern of those to train on.",
         )
     held_out = held_out_among(by_split)
     unread = [name for name in by_split if name not in (TRAIN, held_out)]
@@ -285,7 +287,7 @@ def _samples(file: MappedFile, index: TarIndex, left_out: SkippedItems) -> list[
                 if first_name == second_name
                 else f"both {first_name!r} and {second_name!r}, {first_dot}"
             )
-            raise DataError(f"{file.path!r} holds {both}, so the sample is ambiguous: give each sample its own name.")
+            raise data_error(file.path, f"holds {both}, so the sample is ambiguous: give each sample its own name.")
         members[suffix.lower()] = member
     result = []
     for key, members in groups.items():
