@@ -382,7 +382,7 @@ def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
             message = f"override '{dotted[:40]}…': a key has at most {MAX_DEPTH} levels."
             raise RecipeError(message, key=dotted, value=value, rule=f"at most {MAX_DEPTH} levels")
         try:
-            yield dotted.strip(), load_whole(value) if value.strip() else ""
+            yield dotted.strip(), load_whole(value) if value.strip(" \t\r\n") else ""
         except yaml.YAMLError as error:
             shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
             message = f"override '{shown}': the value is not readable as YAML{_cause(error)}"
