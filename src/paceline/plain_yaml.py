@@ -165,7 +165,7 @@ class PlainDumper(yaml.SafeDumper):
 
     def analyze_scalar(self, scalar: str) -> Any:
         """Return the possible styles of a text; characters that are line breaks only in YAML 1.1 must be escaped."""
-        analysis: Any = super().analyze_scalar(scalar)  # type: ignore[no-untyped-call]  # PyYAML's stub
+        analysis: Any = super().analyze_scalar(scalar)
         analysis.allow_single_quoted &= not re.search("[\x85\u2028\u2029]", scalar)
         return analysis
 
