@@ -105,7 +105,7 @@ class Run:
     stop: StopRequest
     components: Registry
     publisher: Publisher
-    writer: BackgroundWriter[None]
+    writer: BackgroundWriter
     mirroring: Mirroring | None = None
     utilisation: Utilisation | None = None
     listeners: list[Listener] = field(default_factory=list)
