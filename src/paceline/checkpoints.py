@@ -67,7 +67,7 @@ class Checkpoints:
         self.values: dict[str, Any] = {}
         self._store, self._keep = CheckpointStore(Path(folder)), keep
         self._copies = HostCopies()
-        self._writer: BackgroundWriter[None] = BackgroundWriter()
+        self._writer = BackgroundWriter()
         weakref.finalize(self, _end, self._writer, os.getpid())
 
     def save(self, step: int, **parts: Any) -> None:
@@ -225,7 +225,7 @@ def _restore(path: Path, parts: Mapping[str, Any], plain: Mapping[str, Any]) -> 
     return {name: states[name]["value"] for name in plain}
 
 
-def _end(writer: BackgroundWriter[None], process: int) -> None:
+def _end(writer: BackgroundWriter, process: int) -> None:
     """Wait for the last save; nobody is left to whom its error could be raised."""
     if os.getpid() != process:
         return  # a forked process has no such thread

@@ -189,8 +189,8 @@ def named(name: str) -> list[DatasetEntry]:
     return found
 
 
-def dataset_at(path: str | Path, kind: str = "images") -> DatasetEntry | None:
-    """Return the data set of a file, folder or pattern, or None.
+def dataset_at(path: str | Path) -> DatasetEntry | None:
+    """Return the data set of images of a file, folder or pattern, or None.
 
     Other packages are imported only if no built-in data set claims it. A folder that none claims is one of class
     folders.
@@ -205,9 +205,9 @@ def dataset_at(path: str | Path, kind: str = "images") -> DatasetEntry | None:
                 named(name)
             except Exception as error:  # noqa: BLE001  # another package may fail in any way
                 broken = f"the installed data set {name!r} cannot be imported ({type(error).__name__}: {error})"
-        if (found := next((each for each in entries(kind) if each.reads(place)), None)) is not None:
+        if (found := next((each for each in entries("images") if each.reads(place)), None)) is not None:
             return found
-    if place.is_folder and kind == "images":
+    if place.is_folder:
         return find_dataset("image_folder")
     if broken:
         raise DataError(f"no data set that can be imported reads {str(path)!r}, and {broken}: repair its package.")

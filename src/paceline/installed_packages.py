@@ -61,12 +61,12 @@ def _metadata() -> list[list[Any]]:
     found: list[list[Any]] = []
     for folder in map(str, sys.path):
         with suppress(OSError):
-            for name in sorted(os.listdir(folder or os.curdir)):
-                if name.lower().endswith((".dist-info", ".egg-info")):
-                    place = os.path.join(folder, name)
+            names = [""] if os.path.isfile(folder) else sorted(os.listdir(folder or os.curdir))  # an archive is one
+            for name in names:
+                if not name or name.lower().endswith(("dist-info", "egg-info")):
+                    place = os.path.join(folder, name) if name else folder
                     # Those of a checkout are written over, which does not change the folder.
-                    files = [f"{place}/entry_points.txt"] if name.endswith(".egg-info") else []
-                    found.append([folder, name, max(_times([place, *files]).values(), default=0)])
+                    found.append([folder, name, max(_times([place, f"{place}/entry_points.txt"]).values(), default=0)])
     return found
 
 

@@ -163,6 +163,12 @@ PlainLoader.add_constructor(_AS_WRITTEN, lambda _, node: AmbiguousScalar(node.va
 class PlainDumper(yaml.SafeDumper):
     """Writes YAML that :class:`PlainLoader` and any other program read alike: ambiguous text is quoted."""
 
+    def analyze_scalar(self, scalar: str) -> Any:
+        """Return the possible styles of a text; characters that are line breaks only in YAML 1.1 must be escaped."""
+        analysis: Any = super().analyze_scalar(scalar)
+        analysis.allow_single_quoted &= not re.search("[\x85\u2028\u2029]", scalar)
+        return analysis
+
 
 PlainDumper.add_implicit_resolver(f"{_CORE}float", re.compile(f"(?:{_FLOAT.pattern})$"), list("-+.0123456789"))
 
@@ -199,8 +205,8 @@ def load_whole(text: str) -> Any:
 
 def yaml_line(value: Any) -> str:
     """Return a value as YAML on one line."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-    return text.removesuffix("...\n").strip()
+    text: str = yaml.dump(value, Dumper=PlainDumper, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("...\n").rstrip("\n")
 
 
 def resolve_values(value: Any) -> Any:

@@ -20,7 +20,7 @@ import click
 from annotated_types import Ge, Le
 
 from paceline.command import Log, Shape, command
-from paceline.errors import DataError
+from paceline.errors import DataError, PacelineError
 from paceline.machine import available_cores
 from paceline.pages.shown import Document, Result, Shown
 from paceline.registry import load_all
@@ -155,8 +155,14 @@ class _Pack:
 def _with_packers() -> type[_Pack]:
     """Return the command with the options and the help of all packers."""
     text, _, examples = inspect.cleandoc(_Pack.__doc__ or "").partition(_EXAMPLES)
-    added = list[tuple[str, Any, Any]]()
+    added, taken = list[tuple[str, Any, Any]](), {each.name for each in fields(_Pack)}
     for name, packer in PACKERS.items():
+        if twice := taken & (names := {name, *(each.name for each in fields(packer))}):
+            raise PacelineError(
+                f"paceline.packers: '{name}' and `paceline pack`, or another packer, have the option '{min(twice)}'; "
+                "rename one."
+            )
+        taken |= names
         flag, _, more = inspect.cleandoc(packer.__doc__).partition("\n\n")
         paragraphs, _, uses = more.partition(_EXAMPLES)
         text, examples = f"{text}\n\n{paragraphs}", f"{examples}\n{uses}"

@@ -9,5 +9,4 @@ TIMM = Format(
     reader="timm",
     rounds_to=("bf16",),
     phrase="a folder that timm.create_model and the Hugging Face hub open",
-    place=0,
 )

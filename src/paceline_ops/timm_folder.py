@@ -28,9 +28,14 @@ from paceline.records.events import for_display
 from paceline.records.reader import NO_METRICS, read_environment, read_events
 from paceline.records.run_directory import RunDirectory
 from paceline.tasks.exportable import Exportable
-from paceline.tasks.trained import open_exportable
+from paceline.tasks.trained import open_exportable, trained_recipe, trained_task
 from paceline.units import metric_unit
 
+_BEYOND_ONE_LABEL = {
+    "labels": "gives an image any number of labels",
+    "numbers": "predicts numbers",
+    "pixels": "labels pixels",
+}
 # Keys of timm's architecture description that fine-tuning from the folder needs.
 _KEPT = ("first_conv", "classifier", "fixed_input_size", "min_input_size")
 
@@ -45,12 +50,13 @@ def write_timm(request: ExportRequest, saved: SavedWeights, path: Path) -> float
         # timm loads fp32, so its outputs are those of the rounded weights.
         read = {key: each.float() if each.dtype == torch.bfloat16 else each for key, each in state.items()}
         shown = replace(saved, state=read, metadata={**saved.metadata, ROUNDED: "bf16"})
-    exportable = open_exportable(shown, trust_code=request.trust_code, target="timm")
-    if what := exportable.beyond_one_label:
+    task = trained_task(saved, trust_code=request.trust_code)(trained_recipe(saved))
+    if task.learns in _BEYOND_ONE_LABEL:
         raise RecipeError(
-            f"{saved.path} {what}, and timm's folders are for one label; use --format safetensors, onnx or "
-            "torch-export."
+            f"{saved.path} {_BEYOND_ONE_LABEL[task.learns]}, and timm's folders are for one label; use --format "
+            "safetensors, onnx or torch-export."
         )
+    exportable = open_exportable(shown, trust_code=request.trust_code, target="timm")
     # Under the names that timm expects.
     renamed = strip_wrapper_prefix(exportable.network.state_dict(), state)[0]
     write_weights = partial(write_tensors, state=renamed, metadata=file_metadata(saved, request))
@@ -83,7 +89,7 @@ def write_hub_folder(
         _, name, from_hub = hub_network(Model(name=requested))
         options = from_hub | options
     is_timms = type(exportable.network).__module__.startswith("timm.") and timm.is_model(name)
-    if exportable.kind != "images" or not is_timms:
+    if exportable.outputs is None or not is_timms:
         raise ModelError(
             f"model.name={requested} is not a timm network, so timm.create_model could not open its hub folder; use "
             f"--format safetensors, onnx or torch-export."

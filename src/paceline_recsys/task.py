@@ -154,7 +154,7 @@ class Recommendation(Task):
             Input("dense", ("batch", numbers), None, "numbers as the network was trained on them, float32"),
             Input("categories", ("batch", len(rows)), rows, "a row of each table, int64"),
         )
-        return Exportable(network=network, inputs=inputs, longest={}, saved=saved, kind="clicks")
+        return Exportable(network=network, inputs=inputs, longest={}, saved=saved)
 
     def _ceiling(self) -> dict[str, float]:
         """Return the area under the curve of the true probabilities of synthetic data; empty for real data."""

@@ -19,13 +19,15 @@ from paceline.data.image.decode import BrokenImageError
 from paceline.errors import DataError, NotFiniteError, RecipeError
 from paceline.files import SkippedItems, has_extension, refuse_special_inputs
 from paceline.plain_text import load_json
-from paceline.prediction.predictor import GENERATION, NOT_FINITE, Answer, Predictor, Prompt, Reply
+from paceline.prediction.predictor import NOT_FINITE, Answer, Predictor, Prompt, Reply
 from paceline.prediction.sources import PictureFile
 from paceline.recipe.data import Text
 from paceline.tasks.exportable import Exportable, Input
 from paceline_text.entities import entities_in, entity_types
 from paceline_text.pipeline import padded
 from paceline_text.tokenizer import MASK_WORDS, HuggingFaceTokenizer, TokenIds, Tokenizer
+
+_GENERATION = ("tokens", "temperature", "seed")  # options of how text is generated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ class TextPredictor(Predictor):
         self.unused_options = {"stdin_image": "these weights are a language model and take no files"}
         if self.is_masked:
             why = "it is for text generation, and this model fills in masked tokens"
-            self.unused_options |= dict.fromkeys(GENERATION, why)
+            self.unused_options |= dict.fromkeys(_GENERATION, why)
         self._context: int = data["context"]
         self.answers_chats: bool = data.get("messages", False)
 
@@ -106,7 +108,7 @@ class TextPredictor(Predictor):
                 pairs = zip(guess.texts, guess.probabilities, strict=True)
                 lines.append("  ".join(f"{text!r} {100 * value:.1f} %" for text, value in pairs))
             return Reply({"prompt": prompt.text, **asdict(filled)}, lines)
-        given = {name: getattr(prompt, name) for name in GENERATION}
+        given = {name: getattr(prompt, name) for name in _GENERATION}
         sampling = Sampling(top_k=prompt.top_k, **{name: each for name, each in given.items() if each is not None})
         ids = list(self.write(prompt.text, sampling))
         prompt_ids = [] if self.answers_chats else self.tokenizer.encode(prompt.text).tolist()
@@ -212,7 +214,7 @@ class TextLabeller(Predictor):
     unit = "texts"
     holds = "a network of text"
     unused_options = MappingProxyType(
-        dict.fromkeys(GENERATION, "it is for text generation, and this model classifies texts")
+        dict.fromkeys(_GENERATION, "it is for text generation, and this model classifies texts")
         | {"stdin_image": "these weights take lines of text"}
     )
 
@@ -222,7 +224,7 @@ class TextLabeller(Predictor):
         data = saved.description("data")
         self._saved, self.network, self.tokenizer, self._device = saved, network, tokenizer, device
         self.classes = tuple(data["class_names"])
-        column, usual = text.column, ("tokens", "text") if self.finds_words else ("text",)
+        column, usual = text.column, ("tokens", "text") if self.kind is TaggedWords else ("text",)
         self.keys = dict.fromkeys(usual if column == "text" else (column, *usual))
         self._context: int = data["context"]
 
@@ -282,6 +284,7 @@ class TaggedWords(Answer):
         entities: ``type``, ``begin`` and ``end`` (excluded) in the words, and ``text`` of each entity in IOB2 tags.
     """
 
+    per_label = MappingProxyType({"words": ("word",)})
     words: tuple[str, ...] = ()
     entities: tuple[dict[str, Any], ...] = ()
 
@@ -295,8 +298,10 @@ class TaggedWords(Answer):
 class WordTagger(TextLabeller):
     """A trained token classifier; arguments and attributes as of :class:`TextLabeller`."""
 
-    finds_words = True
     kind = TaggedWords
+    unused_options = MappingProxyType(
+        {**TextLabeller.unused_options, "top_k": "a prediction of these weights has one tag for each word"}
+    )
 
     def prepare(self, content: Any) -> Any:
         """Return the words of a text, its tokens, and the token that begins each word.
@@ -350,13 +355,15 @@ def texts_of(sources: Sequence[Path], labeller: TextLabeller) -> Iterator[Pictur
         number = 0
         try:
             with source.open("rb") as lines:
+                if b"\0" in lines.peek():
+                    raise ValueError("it has NUL bytes")
                 for number, line in enumerate(lines, start=1):
                     text: Any = line.rstrip(b"\r\n")
                     if is_json:
                         row = load_json(line)
                         text = next((row[key] for key in labeller.keys if key in row), None)
                         is_words = isinstance(text, list) and all(isinstance(word, str) for word in text)
-                        if not isinstance(text, str) and not (labeller.finds_words and is_words):
+                        if not isinstance(text, str) and not (labeller.kind is TaggedWords and is_words):
                             raise DataError(f"line {number} of '{source}' has no text, found {shortened(row)}; {fix}.")
                         encoded = "".join(text).encode()  # refuses lone surrogates
                         text = encoded if isinstance(text, str) else text
@@ -379,7 +386,7 @@ def exportable_text(saved: SavedWeights, network: nn.Module, *more: Input) -> Ex
     vocabulary, longest = int(data["vocabulary"]), int(data["context"])
     description = f"token ids in [0, {vocabulary}), int64, at most {longest} in a row"
     tokens = Input("tokens", ("batch", "length"), (vocabulary,), description)
-    return Exportable(network=network, inputs=(tokens, *more), longest={"length": longest}, saved=saved, kind="tokens")
+    return Exportable(network=network, inputs=(tokens, *more), longest={"length": longest}, saved=saved)
 
 
 def _choose(scores: Tensor, sampling: Sampling, draws: torch.Generator) -> int:

@@ -8,6 +8,5 @@ TRANSFORMERS = Format(
     writer="paceline_text.export:write_transformers",
     reader="Transformers",
     phrase="one that from_pretrained opens",
-    place=1,
 )
-PEFT = Format(writer="paceline_text.export:write_peft", reader="peft", phrase="low-rank adapters alone", place=2)
+PEFT = Format(writer="paceline_text.export:write_peft", reader="peft", phrase="low-rank adapters alone")

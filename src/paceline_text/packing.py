@@ -48,7 +48,7 @@ class PackText:
             train, validation = split_by_name(python_documentation(), self.validation_fraction)
         else:
             train, validation, _ = folder_splits(Path(source), self.validation_fraction, skipped)
-        check_some_text(source, train, validation)
+        check_some_text(source, train, validation, "--validation-fraction")
         packed = write_tokens({"train": train, "validation": validation}, open_tokenizer(self.tokenizer), destination)
         counts = " and ".join(f"{packed.tokens[split]:,} {split}" for split in packed.tokens)
         documents = counted(sum(packed.documents.values()), "document")

@@ -107,7 +107,7 @@ def test_our_own_tables_are_read_back(paceline_here: Call, write_images: Call, t
         for name in names
         for each in write_images(tmp_path / name).iterdir()
     ]
-    predictor: Any = SimpleNamespace(number_names=(), finds_boxes=False, finds_words=False, kind=Answer)
+    predictor: Any = SimpleNamespace(number_names=(), kind=Answer)
     with answer_file(tmp_path / "answers.csv", predictor) as file:
         file.write(rows)
     assert (tmp_path / "answers.csv").read_text().count("'=cat/") == 4

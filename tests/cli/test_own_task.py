@@ -58,6 +58,10 @@ def test_every_command_knows_it(installed: Path, paceline_here: Call, tiny: tupl
     assert (found[1]["x"], found[1]["y"]) == pytest.approx((4, 11), abs=2)
     assert Image.open("drawn/spot.png").convert("RGB").getextrema()[0][1] == 255
 
+    paceline_here("predict", "run", "new", "--output", "points.csv").ended(1)
+    header, small, _ = Path("points.csv").read_text().splitlines()
+    assert (header, small) == ("path,x,y,error", "new/small.png,,,it must have 16x16 pixels")
+
     exported = paceline_here("export", "run", "--format", "torch-export", "--output", "points.pt2").ended(0)
     assert "matches the network" in exported.out
     program = torch.export.load("points.pt2").module()
@@ -77,7 +81,8 @@ def test_what_it_does_not_offer_is_said(installed: Path, paceline_here: Call, ti
     short = ("task=keypoints", "train.duration=2 steps", "batch.global_size=16", "telemetry.trackers=[]")
     paceline_here("train", "digits", *short, "--run-dir", "run").ended(0)
     paceline_here("predict", "run", "--prompt", "where?").refused("take no prompt")
-    paceline_here("evaluate", "run", "--sizes", "8,16", "--on", "validation").refused("prepares its own samples")
+    for split in ((), ("--on", "validation")):
+        paceline_here("evaluate", "run", "--sizes", "8,16", *split).refused("prepares its own samples")
     paceline_here("evaluate", "run", "--on", "holdout").refused("holds no training samples out")
     paceline_here("train", "digits", "task=keypoint", "--plan-only").refused("mean 'keypoints'")
     paceline_here("train", "digits", *short, "data.image_size=8", "--plan-only").refused("pictures of spots are drawn")

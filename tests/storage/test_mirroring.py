@@ -121,10 +121,10 @@ def test_what_is_still_to_be_copied_is_needed(s3: Any, copying: Call, tmp_path: 
     copy = copying("s3://bucket/needed")
     s3.down()
     copy.submit(saved(tmp_path, 1))
-    wait_until(lambda: 1 in copy.needed)
+    wait_until(lambda: 1 in copy.needed())
     s3.up()
     assert copy.is_over(within_seconds=60)
-    assert copy.needed == []
+    assert copy.needed() == []
 
 
 def test_a_server_that_says_nothing_is_told_and_holds_up_nobody(

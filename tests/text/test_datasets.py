@@ -186,6 +186,7 @@ def test_where_the_text_went_is_told(tmp_path: Path) -> None:
         click_command(Pack), ["--text", data.path, str(tmp_path / "packed"), "--validation-fraction=0.5"]
     )
     assert isinstance(done.exception, DataError)
+    assert "or hold out none with --validation-fraction=0." in str(done.exception)
     assert not (tmp_path / "packed").exists()
     assert len(open_text(dataclasses.replace(data, validation_fraction=0)).train.lengths) == 1
     (tmp_path / "one" / name).write_text("")

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from calls import output_of
 from golden_sentences import raises
+from PIL import Image
 from tiny_text import tagged, tokenizer_folder, write_lines
 
 from paceline.checkpoint.weights import read_weights
@@ -238,10 +239,10 @@ def test_words_of_json_lines_are_not_split_and_wrong_sources_are_named(
     write_lines(path, [{"text": "dog.", "tokens": ["dog", "."]}])
     assert json.loads(predict(run_dir, path, "--json"))[0]["words"] == ["dog", "."]
 
-    def refused(source: Path, said: str) -> None:
+    def refused(source: Path, said: str, fix: str = ".* with the key tokens or text") -> None:
         assert run_command_line(["predict", str(run_dir), str(source)]) == DataError.exit_code
         error = capfd.readouterr().err
-        assert re.search(said + ".* with the key tokens or text", error), error
+        assert re.search(said + fix, error), error
 
     for wrong in ({"words": ["a"]}, {"tokens": [1]}, {"text": None}):
         write_lines(path, [{"text": "dog"}, wrong])
@@ -250,7 +251,9 @@ def test_words_of_json_lines_are_not_split_and_wrong_sources_are_named(
     refused(path, "line 1 of '.*new.jsonl' cannot be read as text")
     path.write_text('{"tokens": ["a\\ud800"]}')
     refused(path, "cannot be read as text .*surrogates not allowed")
-    refused(tmp_path / "gone.txt", "'.*gone.txt' does not exist")
+    refused(tmp_path / "gone.txt", "'.*gone.txt' does not exist", "; give .* files of lines")
+    Image.new("L", (9, 9)).save(tmp_path / "spot.png")
+    refused(tmp_path / "spot.png", "paceline: '.*spot.png' cannot be read as text .it has NUL bytes.; give .txt")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,21 @@ def test_a_package_that_comes_changes_or_goes_is_noticed(site: Path) -> None:
     (checkout / "entry_points.txt").write_text("[paceline.losses]\nbow = third:bow\n")
     age(checkout / "entry_points.txt", seconds=1800)
     assert now_registered() == ONE | {"paceline.losses": [["bow", "third:bow"]]}
+
+
+@pytest.mark.usefixtures("site")
+def test_packages_in_archives_and_eggs_are_noticed(tmp_path: Path) -> None:
+    archive, egg = tmp_path / "packed.zip", tmp_path / "laid.egg"
+    sys.path += [str(archive), str(egg)]
+    assert now_registered() == ONE
+    for number in (2, 3):
+        with zipfile.ZipFile(archive, "w") as file:
+            file.writestr("packed-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: packed\nVersion: 1.0\n")
+            file.writestr("packed-1.0.dist-info/entry_points.txt", f"[paceline.losses]\nbend = packed:bend{number}\n")
+        age(archive, seconds=3600 - number)
+        assert now_registered() == ONE | {"paceline.losses": [["bend", f"packed:bend{number}"]]}
+    put(egg / "EGG-INFO", "laid", "[paceline.losses]\nbow = laid:bow\n")
+    assert now_registered()["paceline.losses"] == [["bend", "packed:bend3"], ["bow", "laid:bow"]]
 
 
 def test_the_first_copy_of_a_package_counts_and_a_broken_one_does_not(site: Path, tmp_path: Path) -> None:

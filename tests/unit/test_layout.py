@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,30 @@ def test_the_core_names_no_other_package() -> None:
     files = [each for each in (SRC / "paceline").rglob("*") if each.suffix in (".py", ".yaml", ".js", ".html")]
     found = [(each, name) for each in files for name in others if name in each.read_text(encoding="utf-8")]
     assert found == [], "an entry point leads to what a string would name"
+
+
+def floor_problems(page: str, layers: list[set[str]]) -> list[str]:
+    """Return how a page's table of floors differs from the layers that imports are held to, both from the top."""
+    problems, left = [], [*layers]
+    for row in re.findall(r"^\| (\d \|.*?) \|", page, re.MULTILINE):
+        named, found = re.findall(r"`(\w+)`", row), set[str]()
+        while left and left[0] & {*named}:
+            found |= left.pop(0)
+        is_whole = found == {*named} or ("other single modules" in row and found > {*named})
+        places = {name: at for at, names in enumerate(layers) for name in names}
+        pairs = re.findall(r"`(\w+)`, above (?=`(\w+)`)", row)
+        if not is_whole or not all(places[upper] < places[lower] for upper, lower in pairs):
+            problems.append(row)
+    return problems + [" | ".join(sorted(each)) for each in left]
+
+
+def test_the_page_of_floors_is_what_imports_are_held_to() -> None:
+    root = SRC.parent
+    contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (texts,) = [each["layers"] for each in contracts if each["type"] == "layers" and each.get("exhaustive")]
+    layers = [{*re.findall(r"\w+", each)} for each in texts if not each.startswith("(")]
+    page = (root / "CONTRIBUTING.md").read_text()
+    assert floor_problems(page, layers) == []
+    assert floor_problems(page, [{"new"}, *layers]) != []
+    assert floor_problems(page, layers[1:]) != []
+    assert floor_problems(page, [*layers[:3], layers[4], layers[3], *layers[5:]]) != [], "tasks are above prediction"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import RecipeError
 from paceline.plain_text import load_json
-from paceline.plain_yaml import load_plain
+from paceline.plain_yaml import load_plain, yaml_line
 from paceline.recipe.load import load_recipe, stored_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 
@@ -84,7 +84,8 @@ def test_a_name_is_the_text_that_is_written(folder: Path, written: str) -> None:
     assert list(groups) == [written]
 
 
-TEXT = st.text("aé:#-0.~ \n", max_size=6)
+ODD_BREAKS = ["\r", "\x85", "\u2028", "\u2029", "\ufeff", "\x00", "\x1b", "\x7f", "\x9f", "\xa0", "\u3000"]
+TEXT = st.text(st.sampled_from([*"aé:#-0.~ \n", *ODD_BREAKS]), max_size=6)
 
 
 @given(value=st.one_of(NUMBERLIKE, TEXT, st.floats(allow_nan=False), st.integers(), st.booleans()))
@@ -93,6 +94,19 @@ def test_a_stored_recipe_is_read_back_as_it_was_by_any_program(value: object) ->
     text = to_yaml(stored)
     for tree in (load_plain(text), yaml.safe_load(text)):
         assert stored_recipe(tree, "r") == stored
+
+
+@pytest.mark.parametrize("odd", ODD_BREAKS)
+def test_line_breaks_of_other_programs_and_control_characters_are_kept(odd: str) -> None:
+    values = [odd, f"a{odd}b", f" {odd}", f"a{odd}", f"a\n{odd}: b", f"{'word ' * 40}{odd}"]
+    for value in (*values, {each: each for each in values}):
+        stored = stored_recipe({"model": {"options": {"value": value}}}, "r")
+        assert stored.model.options == {"value": value}
+        for text in (to_yaml(stored), yaml_line({"model": {"options": {"value": value}}})):
+            assert not {"\x85", "\u2028", "\u2029"} & {*text}, "these break lines in YAML 1.1, and not in 1.2"
+            assert load_plain(text)["model"]["options"] == yaml.safe_load(text)["model"]["options"] == {"value": value}
+        if isinstance(value, str):
+            assert stored_recipe({}, "r", [f"model.options.value={yaml_line(value)}"]).model.options["value"] == value
 
 
 @pytest.mark.parametrize("written", ["on", "yes", "True", "true"])

@@ -25,6 +25,7 @@ from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.installed_packages import entry_points
 from paceline.optim.build import build_optimizer, build_schedules
 from paceline.plan.rates import LearningRate
+from paceline.plan.run_logs import check_logs
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree
 from paceline.tasks.class_losses import ClassificationLoss
 from paceline.tasks.task import build_task
@@ -120,10 +121,11 @@ class Readers:
 
 class Diary:
     title = "the diary"
-
+    files = ("diary/today.txt",)
+    def wanted(self, recipe):
+        return recipe.task == "image_classification"
     def check(self, recipe, *, evaluation_samples, peak_lr):
         return {"optimizer.lr": f"{peak_lr:g} is noted in the diary"}
-
     def write(self, directory):
         (directory.root / "diary").mkdir(exist_ok=True)
         (directory.root / "diary" / "today.txt").write_text(directory.summary.read_text())
@@ -137,13 +139,10 @@ class Greet:
     """
 
     name: str
-
     def run(self, log):
         return self
-
     def __paceline__(self):
         return Shown(blocks=(f"Hello, {self.name}.",))
-
     def to_json(self):
         return {"name": self.name}
 
@@ -315,6 +314,7 @@ def test_a_log_of_another_package(tmp_path: Path, capsys: pytest.CaptureFixture[
     run = paceline.train("digits", overrides={"train.until": "1 step", **SHORT}, run_dir=tmp_path / "run", quiet=True)
     assert json.loads((run.run_dir / "diary" / "today.txt").read_text())["status"] == "stopped"
     assert "is noted in the diary" in json.loads((run.run_dir / "plan.json").read_text())["reasons"]["optimizer.lr"]
+    assert check_logs(recipe(task="image_regression"), 10, 0.1) == {}, "its recipe asks for no diary"
     shutil.rmtree(run.run_dir / "diary")
     (run.run_dir / "diary").write_text("in the way")
     assert paceline.train("digits", overrides=SHORT, run_dir=run.run_dir).status == "completed"
@@ -463,8 +463,8 @@ def test_a_format_of_another_package(train_tiny: Any, tmp_path: Path, capsys: py
     capsys.readouterr()
     assert run(["export", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "[timm|transformers|peft|safetensors|onnx|torch-export|names]" in said
-    assert "a .pt2 program; names: names alone." in said
+    assert "[names|peft|timm|transformers|safetensors|onnx|torch-export]" in said
+    assert "names: names alone; peft: low-rank adapters alone;" in said
     assert run(["export", str(run_dir), "--format", "names", "--output", str(tmp_path / "a.names")]) == 0
     assert "Whoever reads names matches the network: largest difference 0.0e+00" in capsys.readouterr().out
     assert "classifier.weight" in (tmp_path / "a.names").read_text().splitlines()

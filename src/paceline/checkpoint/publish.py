@@ -12,12 +12,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from paceline.records.run_directory import Identity, RunDirectory, write_identity, write_text
 from paceline.units import TimeSpan, format_seconds
@@ -28,12 +28,10 @@ if TYPE_CHECKING:  # so that a thread that writes needs no torch, and a loop wit
     from paceline.recipe.running import Checkpoint
     from paceline.recipe.schema import Recipe
 
-T = TypeVar("T")
-
 _NICENESS = 5  # compute threads have 0: the writer gets about a quarter of a core when both compete for it
 
 
-class BackgroundWriter(Generic[T]):
+class BackgroundWriter:
     """Runs one save at a time in the background; the next call raises its error.
 
     A save in progress when the interpreter exits is completed first.
@@ -45,10 +43,10 @@ class BackgroundWriter(Generic[T]):
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
-        self.pending: Future[T] | None = None
+        self.pending: Future[object] | None = None
         self.cancelled = threading.Event()
 
-    def submit(self, save: Callable[[], T]) -> None:
+    def submit(self, save: Callable[[], object]) -> None:
         """Start a save; wait for the previous one first.
 
         Raises:
@@ -77,7 +75,7 @@ class BackgroundWriter(Generic[T]):
         if self.has_failed and self.pending is not None:
             self.pending.result()
 
-    def wait(self) -> T | None:
+    def wait(self) -> object:
         """Wait for the current save and return its result, once; None if there is none.
 
         Raises:
@@ -206,17 +204,6 @@ class LocalCheckpoint:
     best: Best | None = None
 
 
-class Subscriber(Protocol):
-    """Learns of each published checkpoint, in the thread that writes them."""
-
-    @property
-    def needed(self) -> Collection[int]:
-        """Steps whose checkpoints must not be pruned yet."""
-
-    def submit(self, item: LocalCheckpoint) -> None:
-        """Receive a checkpoint that is durable; must not wait."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Publisher:
     """Publishes the checkpoints of one run; older ones are pruned.
@@ -229,7 +216,8 @@ class Publisher:
         file_metadata: Metadata for each weights file.
         cadence: Decides when a checkpoint is due by time.
         patience_seconds: How long processes wait for one another.
-        subscribers: Learn of each checkpoint.
+        needed: Returns the steps whose checkpoints must not be pruned yet.
+        subscribers: Called with each durable checkpoint, in the thread that writes them; must not wait.
     """
 
     store: CheckpointStore
@@ -239,7 +227,8 @@ class Publisher:
     file_metadata: Mapping[str, str]
     cadence: Cadence
     patience_seconds: float
-    subscribers: Sequence[Subscriber]
+    needed: Callable[[], Iterable[int]]
+    subscribers: Sequence[Callable[[LocalCheckpoint], object]]
 
     def publish(
         self,
@@ -279,10 +268,10 @@ class Publisher:
 
             directory.check_in_place()  # or the complete directory was moved
             write_text(directory.recipe, to_yaml(self.recipe))
-        protect = [*self.store.name_best(best), *(step for each in self.subscribers for step in each.needed)]
+        protect = [*self.store.name_best(best), *self.needed()]
         self.store.prune(keep=self.recipe.checkpoint.keep, protect=protect)
         for each in self.subscribers:
-            each.submit(
+            each(
                 LocalCheckpoint(step=step, path=path, growing=records[0], small=records[1], best=self.store.read_best())
             )
         self.cadence.record_write(time.perf_counter() - start)

@@ -144,12 +144,14 @@ class Predict:
             from paceline.distributed.device import choose_device
             from paceline.inference.predict import open_predictor
             from paceline.prediction.answer_files import check_output
-            from paceline.prediction.sources import STANDARD_INPUT
+            from paceline.prediction.sources import STANDARD_INPUT, check_exists
             from paceline.world import World
         if self.stdin_image and [str(each) for each in self.sources] != [STANDARD_INPUT]:
             raise click.UsageError("--stdin-image is for the source - alone: the bytes of one image on standard input.")
         if self.output is not None:
             check_output(self.output)
+        for source in self.sources:
+            check_exists(source)
         predictor = open_predictor(
             self.target,
             weights=self.weights,
@@ -192,10 +194,10 @@ def _refuse_ineffective_options(options: Predict, predictor: Predictor) -> None:
             f"--batch-size={options.batch_size} has no effect: {predictor.holds} takes one picture at a time, since "
             "larger ones in a batch would change its predictions. Leave it out."
         )
-    if options.top_k is None or not (predictor.number_names or predictor.finds_words):
-        return
-    what = "all its numbers" if predictor.number_names else "one tag for each word"
-    raise click.UsageError(f"--top-k has no effect: a prediction of these weights has {what}. Leave it out.")
+    if options.top_k is not None and predictor.number_names:
+        raise click.UsageError(
+            "--top-k has no effect: a prediction of these weights has all its numbers. Leave it out."
+        )
 
 
 def _answer_files(options: Predict, predictor: Predictor, *, as_json: bool) -> int:

@@ -21,7 +21,7 @@ from paceline.checkpoint.weights import (
     check_tensors,
     read_weights,
 )
-from paceline.errors import CheckpointError, PacelineError, RecipeError
+from paceline.errors import CheckpointError, PacelineError
 from paceline.inference.atomic_output import check_output, put_in_place
 from paceline.inference.export_onnx import QuantizationResult, calibration_images, need_onnx, quantised, write_onnx
 from paceline.inference.formats import formats
@@ -166,8 +166,6 @@ def write_onnx_file(request: ExportRequest, saved: SavedWeights, path: Path) -> 
     if request.quantize is None:
         return write_onnx(exportable.in_units, path, metadata)
     images = calibration_images(saved, request.overrides, trust_code=request.trust_code)
-    if exportable.kind != "images":
-        raise RecipeError("--quantize int8 is for networks that classify images.")
     float_path = path.with_name(f"{path.stem}-fp32{path.suffix}")
     try:
         write_onnx(exportable, float_path, metadata)

@@ -10,7 +10,6 @@ Another package adds one through Python entry points::
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -32,7 +31,6 @@ class Format:
         reader: What the exported model was compared in, as the subject of a sentence.
         rounds_to: Dtypes to which it can round weights.
         phrase: Its description in the help, if any.
-        place: Its position in the help, from 0; by default, after the formats with a position.
     """
 
     writer: str
@@ -40,23 +38,19 @@ class Format:
     reader: str = ""
     rounds_to: tuple[str, ...] = ()
     phrase: str = ""
-    place: int = sys.maxsize
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the writer."""
         return resolve_name(self.writer)(*arguments)
 
 
-SAFETENSORS = Format(
-    writer="paceline.inference.export:write_safetensors", ending=".safetensors", rounds_to=("bf16",), place=3
-)
+SAFETENSORS = Format(writer="paceline.inference.export:write_safetensors", ending=".safetensors", rounds_to=("bf16",))
 ONNX = Format(
     writer="paceline.inference.export:write_onnx_file",
     ending=".onnx",
     reader="ONNX Runtime",
     rounds_to=("int8",),
     phrase="one file, checked in ONNX Runtime (extra onnx)",
-    place=4,
 )
 PROGRAM = Format(
     writer="paceline.inference.export:write_torch_export",
@@ -64,11 +58,9 @@ PROGRAM = Format(
     reader="the program, read back,",
     rounds_to=("bf16",),
     phrase="a .pt2 program",
-    place=5,
 )
 
 
 def formats() -> Mapping[str, Format]:
-    """Return all formats by name, in the order of the help."""
-    found = {name: each for name, each in load_all("formats").items() if isinstance(each, Format)}
-    return dict(sorted(found.items(), key=lambda each: each[1].place))
+    """Return all formats by name: those of other packages, and then the trainer's own."""
+    return {name: each for name, each in load_all("formats").items() if isinstance(each, Format)}

@@ -479,5 +479,6 @@ def _publisher(subject: LoopSubject) -> Publisher:
         file_metadata={"paceline": "1"},
         cadence=Cadence(recipe.checkpoint, end_time=job_end_time(os.environ)),
         patience_seconds=recipe.parallel.timeout.seconds,
-        subscribers=[] if subject.mirroring is None else [subject.mirroring],
+        needed=tuple if subject.mirroring is None else subject.mirroring.needed,
+        subscribers=() if subject.mirroring is None else (subject.mirroring.submit,),
     )

@@ -102,14 +102,11 @@ class NoiseAverages:
         """Average estimate of |G|²; None before the first."""
         return self.square / self.weight if self.weight else None
 
-    def noise_scale(self, *, confidence: float = 0.95) -> Interval | None:
-        """Return B_simple with its interval, in samples; None unless both averages are positive.
+    def noise_scale(self) -> Interval | None:
+        """Return B_simple with its 95 % interval, in samples; None unless both averages are positive.
 
         Assumes that steps are independent, as their samples are. This is Fieller's interval: ``high`` is ``inf`` if the
         true gradient cannot be distinguished from zero.
-
-        Args:
-            confidence: In (0, 1).
 
         Source: Fieller (1954), Some problems in interval estimation; McCandlish et al., arXiv:1812.06162, A.1.
         """
@@ -120,15 +117,15 @@ class NoiseAverages:
             return None
         count = self.count
         if count < 2:
-            return Interval(v / s, 0.0, math.inf, round(self.count), confidence)
+            return Interval(v / s, 0.0, math.inf, round(self.count))
         # Unbiased (co)variances of the means: those of the estimates, divided by their number.
         scale = 1 / (count - 1)
         vv = (self.variance_variance / self.weight - v * v) * scale
         ss = (self.square_square / self.weight - s * s) * scale
         vs = (self.variance_square / self.weight - v * s) * scale
-        wide = float(stdtrit(count - 1, (1 + confidence) / 2)) ** 2
+        wide = float(stdtrit(count - 1, 0.975)) ** 2
         low, high = _fieller(v, s, (max(vv, 0.0) * wide, max(ss, 0.0) * wide, vs * wide))
-        return Interval(v / s, low, high, round(count), confidence)
+        return Interval(v / s, low, high, round(count))
 
     def to_json(self) -> dict[str, float]:
         """Return the averages as one JSON object."""

@@ -12,7 +12,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -73,25 +73,23 @@ def mean_interval(values: Sequence[float] | Floats, *, confidence: float = 0.95)
     return Interval(middle, middle - half, middle + half, len(numbers), confidence)
 
 
-def rate_interval(seconds: Sequence[float] | Floats, *, confidence: float = 0.95) -> Interval:
-    """Rate per second from durations: the reciprocal of the mean time and of its interval.
+def rate_interval(seconds: Sequence[float] | Floats) -> Interval:
+    """Rate per second from durations: the reciprocal of the mean time and of its 95 % interval.
 
     Not the mean of rates, which would weigh slow seconds less than fast ones. ``high`` is ``inf`` if the times are too
     few or too different to bound their mean away from zero.
 
     Args:
         seconds: Positive measurements, one or more.
-        confidence: In (0, 1).
 
     Raises:
         ValueError: If there is no measurement, or one is not positive.
     """
     _logarithms(seconds)
-    interval = mean_interval(seconds, confidence=confidence)
+    interval = mean_interval(seconds)
     low = 0.0 if math.isinf(interval.high) else 1 / interval.high
-    return Interval(
-        1 / interval.middle, low, 1 / interval.low if interval.low > 0 else math.inf, interval.count, confidence
-    )
+    high = 1 / interval.low if interval.low > 0 else math.inf
+    return replace(interval, middle=1 / interval.middle, low=low, high=high)
 
 
 def paired_ratio(candidate: Sequence[float], baseline: Sequence[float], *, confidence: float = 0.95) -> Interval:
@@ -166,17 +164,16 @@ def quantile(values: Sequence[float], share: float) -> float:
     return float(numbers[max(0, math.ceil(share * len(numbers) - 1e-9) - 1)])
 
 
-def part_means(values: Sequence[float], parts: int = 10) -> list[float]:
-    """Means of consecutive parts of a series; fewer parts if there are fewer values.
+def part_means(values: Sequence[float]) -> list[float]:
+    """Means of ten consecutive parts of a series; fewer parts if there are fewer values.
 
     Consecutive measurements are correlated, and an interval that assumes independence is too narrow. Means over long
     parts are nearly independent (the method of batch means).
 
     Args:
         values: Measurements in order, one or more.
-        parts: Number of parts of nearly equal length, at least 1.
     """
-    parts = min(parts, len(values))
+    parts = min(10, len(values))
     bounds = [round(part * len(values) / parts) for part in range(parts + 1)]
     return [statistics.fmean(values[begin:end]) for begin, end in pairwise(bounds)]
 
@@ -223,7 +220,7 @@ class TimeToEvent:
     curve: tuple[tuple[float, float], ...]
 
 
-def time_to_event(times: Sequence[float], reached: Sequence[bool], *, confidence: float = 0.95) -> TimeToEvent:
+def time_to_event(times: Sequence[float], reached: Sequence[bool]) -> TimeToEvent:
     """Estimate the time to an event from right-censored observations.
 
     Dropping censored observations would favour methods that often fail. The Kaplan-Meier estimator counts each for as
@@ -233,7 +230,6 @@ def time_to_event(times: Sequence[float], reached: Sequence[bool], *, confidence
     Args:
         times: Event time, or observation time if censored; positive.
         reached: Whether the event was observed.
-        confidence: In (0, 1).
 
     Raises:
         ValueError: If there are no times, one is not positive, or the lengths differ.
@@ -245,14 +241,14 @@ def time_to_event(times: Sequence[float], reached: Sequence[bool], *, confidence
 
     if len(times) != len(reached):
         raise ValueError(f"{len(times)} times and {len(reached)} outcomes do not belong together")
-    numbers = _checked(times, confidence)
+    numbers = _checked(times, 0.95)
     if numbers.min() <= 0:
         raise ValueError(f"found the time {numbers.min()}, but times are positive")
     observed = np.asarray(reached, dtype=bool)
     estimate = ecdf(CensoredData.right_censored(numbers, ~observed)).sf
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # if all reached the event, the variance is undefined
-        band = estimate.confidence_interval(confidence, method="log-log")
+        band = estimate.confidence_interval(0.95, method="log-log")
     # Event times only: after the last one the variance is unknown, so it bounds nothing.
     is_event = np.isin(estimate.quantiles, numbers[observed])
     events, shares = estimate.quantiles[is_event], estimate.probabilities[is_event]
@@ -265,12 +261,11 @@ def time_to_event(times: Sequence[float], reached: Sequence[bool], *, confidence
         first(~(band.low.probabilities[is_event] > 0.5), 0.0),
         first(band.high.probabilities[is_event] < 0.5, math.inf),
         len(numbers),
-        confidence,
     )
     successes = int(observed.sum())
     return TimeToEvent(
         median=median,
-        reached=share_interval(successes, len(numbers), confidence=confidence),
+        reached=share_interval(successes, len(numbers)),
         restarting=float(numbers.sum()) / successes if successes else math.inf,
         curve=tuple(zip(events.tolist(), shares.tolist(), strict=True)),
     )

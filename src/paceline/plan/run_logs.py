@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from paceline.errors import RecipeError
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
-from paceline.registry import installed, load
+from paceline.registry import known_names, load
 
 
 class RunLog(Protocol):
     """Writes a log of each run.
 
     Attributes:
-        title: What it writes, such as ``the log in MLPerf's format``.
+        title: What it writes, as the subject of a sentence, such as ``the log for the lab``.
+        files: Names of its files in the run directory, which are removed when the run is resumed.
     """
 
     title: str
+    files: Sequence[str]
+
+    def wanted(self, recipe: Recipe) -> bool:
+        """Whether the recipe asks for it."""
+        ...
 
     def check(self, recipe: Recipe, *, evaluation_samples: int, peak_lr: float) -> Mapping[str, str]:
         """Check, when a run is planned, that its log is possible; returns notices by dotted key of the recipe.
@@ -33,15 +40,20 @@ class RunLog(Protocol):
         ...
 
 
-def run_logs(recipe: Recipe) -> list[RunLog]:
-    """Return the logs of a run, of all installed packages; MLPerf's only if the recipe asks for it."""
-    names = {*installed("run_logs"), "mlperf"} - (set() if recipe.telemetry.mlperf else {"mlperf"})
-    return [load("run_logs", name, RecipeError)() for name in sorted(names)]
+def run_logs() -> list[RunLog]:
+    """Return the logs of all installed packages."""
+    return [load("run_logs", name, RecipeError)() for name in sorted(known_names("run_logs"))]
+
+
+def log_files(directory: RunDirectory) -> list[Path]:
+    """Return the files of all logs in a run directory."""
+    return [directory.root / name for log in run_logs() for name in log.files]
 
 
 def check_logs(recipe: Recipe, evaluation_samples: int, peak_lr: float) -> dict[str, str]:
-    """Check the logs of a run as :meth:`RunLog.check` does, and return the notices of all."""
+    """Check the logs that a recipe asks for as :meth:`RunLog.check` does, and return the notices of all."""
     notices: dict[str, str] = {}
-    for log in run_logs(recipe):
-        notices |= log.check(recipe, evaluation_samples=evaluation_samples, peak_lr=peak_lr)
+    for log in run_logs():
+        if log.wanted(recipe):
+            notices |= log.check(recipe, evaluation_samples=evaluation_samples, peak_lr=peak_lr)
     return notices

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import csv
 import fcntl
+import itertools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,8 +23,6 @@ from paceline.prediction.predictor import PLURALS, Predictor
 from paceline.records.run_directory import encode_json, sync_directory
 
 _AT_ONCE = 1024
-_TEXTS = ("labels", "words")
-_SIDES = ("left", "top", "right", "bottom")
 
 Row = dict[str, Any]
 
@@ -56,35 +55,42 @@ class _JsonLines(AnswerWriter):
 
 
 class _Csv(AnswerWriter):
-    """One line per label of an image, object in it or word of a text; one without a label if it has none.
+    """One line per label of an image, or of a part of it; one without a label if it has none.
 
     For numbers, and for multi-label images, one line per image with a column per number or class.
     """
 
     def __init__(self, path: Path, predictor: Predictor) -> None:
         self._file = path.open("w", encoding="utf-8", errors="backslashreplace", newline="")
-        self._sides = _SIDES if predictor.finds_boxes else ("word",) * predictor.finds_words
-        self._csv = csv.writer(self._file, lineterminator="\n")
-        self._numbers, self._measures = predictor.number_names, PLURALS[predictor.kind.measure]
+        kind, self._csv = predictor.kind, csv.writer(self._file, lineterminator="\n")
+        self._per_label, self._measures = kind.per_label, PLURALS[kind.measure]
+        self._numbers = predictor.number_names
         self._multilabel = bool(self._numbers and predictor.classes)
-        columns = list(map(csv_cell, self._numbers)) or ["rank", "label", predictor.kind.measure, *self._sides]
+        self._sides = [*itertools.chain.from_iterable(kind.per_label.values())]
+        columns = list(map(csv_cell, self._numbers)) or ["rank", "label", kind.measure, *self._sides]
         self._csv.writerow(["path", *(["labels"] * self._multilabel), *columns, "error"])
 
     def write(self, rows: Iterable[Row]) -> None:
         for row in rows:
             path = csv_cell(str(row["path"]))
             if self._numbers:
-                numbers = (row["numbers"].get(name, "") for name in self._numbers)
+                found = {} if row["error"] else row.get("numbers", row)
+                numbers = (found.get(name, "") for name in self._numbers)
                 labels = [csv_cell(";".join(row["labels"]))] if self._multilabel else []
                 self._csv.writerow([path, *labels, *numbers, csv_cell(row["error"] or "")])
                 continue
-            more = row.get("boxes") or [(csv_cell(word),) for word in row.get("words", ())]
-            boxes = more or [()] * len(row["labels"])
-            for rank, entry in enumerate(zip(row["labels"], row[self._measures], boxes, strict=True), start=1):
-                self._csv.writerow([path, rank, csv_cell(entry[0]), entry[1], *entry[2], ""])
+            more = (map(_cells, row[key]) for key in self._per_label)
+            for rank, entry in enumerate(zip(row["labels"], row[self._measures], *more, strict=True), start=1):
+                sides = itertools.chain.from_iterable(entry[2:])
+                self._csv.writerow([path, rank, csv_cell(entry[0]), entry[1], *sides, ""])
             if not row["labels"]:
-                self._csv.writerow([path, "", "", "", *("" for _ in self._sides), csv_cell(row["error"] or "")])
+                self._csv.writerow([path, "", "", "", *[""] * len(self._sides), csv_cell(row["error"] or "")])
         self._file.flush()
+
+
+def _cells(entry: Any) -> Sequence[Any]:
+    """Return the cells of a text, or of several numbers."""
+    return [csv_cell(entry)] if isinstance(entry, str) else entry
 
 
 class _Parquet(AnswerWriter):
@@ -100,24 +106,28 @@ class _Parquet(AnswerWriter):
                 ".jsonl or .csv."
             ) from error
         self._arrow = pa
-        columns = {"path": pa.string()}
+        columns, kind = {"path": pa.string()}, predictor.kind
         if predictor.classes:
-            columns |= {"labels": pa.list_(pa.string()), PLURALS[predictor.kind.measure]: pa.list_(pa.float64())}
-        if predictor.finds_boxes:
-            columns["boxes"] = pa.list_(pa.list_(pa.float64(), 4))
-        if predictor.finds_words:
-            columns["words"] = pa.list_(pa.string())
-        if predictor.number_names:
-            columns["numbers"] = pa.struct([(name, pa.float64()) for name in predictor.number_names])
+            columns |= {"labels": pa.list_(pa.string()), PLURALS[kind.measure]: pa.list_(pa.float64())}
+        for key, names in kind.per_label.items():
+            columns[key] = pa.list_(pa.list_(pa.float64(), len(names)) if len(names) > 1 else pa.string())
+        if names := predictor.number_names:
+            columns["numbers"] = pa.struct([(name, pa.float64()) for name in names])
         columns["error"] = pa.string()
         self._schema = pa.schema(list(columns.items()))
         self._writer = parquet.ParquetWriter(path, self._schema)
         self._rows: list[Row] = []
+        self._texts = ["labels", *(key for key, names in kind.per_label.items() if len(names) == 1)]
 
     def write(self, rows: Iterable[Row]) -> None:
         # One row group per batch would make a slow file.
         self._rows += [
-            {**row, "path": utf8(os.fspath(row["path"])), **{key: [*map(utf8, row.get(key, ()))] for key in _TEXTS}}
+            {
+                **row,
+                "path": utf8(os.fspath(row["path"])),
+                "numbers": {} if row["error"] else row.get("numbers", row),
+                **{key: [*map(utf8, row.get(key, ()))] for key in self._texts},
+            }
             for row in rows
         ]
         if len(self._rows) >= _AT_ONCE:

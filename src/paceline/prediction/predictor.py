@@ -28,9 +28,6 @@ Prepared = Any
 NOT_FINITE = "the network's output is not a finite number; use other weights"
 """Error of an image for which the network computed nothing."""
 
-GENERATION = ("tokens", "temperature", "seed")
-"""Options of how text is generated."""
-
 Measure = Literal["probability", "share"]
 PLURALS: dict[Measure, str] = {"probability": "probabilities", "share": "shares"}
 """Column name of all of an image's probabilities or scores."""
@@ -49,9 +46,12 @@ class Answer:
         probabilities: Value of each label, in [0, 1]; ``measure`` names it.
         error: Why there is no prediction, if so.
         measure: Meaning of the values: the label's probability or its share of the pixels.
+        per_label: Further keys of :meth:`row` that hold something for each label, each with the columns of a CSV file:
+            one for text, or several for as many numbers.
     """
 
     measure: ClassVar[Measure] = "probability"
+    per_label: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     path: Path
     labels: tuple[str, ...] = ()
     probabilities: tuple[float, ...] = ()
@@ -123,11 +123,10 @@ class Predictor(ABC):
 
     Attributes:
         classes: All class names; empty if the network predicts numbers.
-        number_names: Names of the numbers in every prediction; empty if there are none.
+        number_names: Names of the numbers in every prediction, which are keys of ``numbers`` in its row or of the row
+            itself; empty if there are none.
         usual_top_k: Default maximum number of labels per image.
         largest_batch: Maximum batch size; None if the caller chooses.
-        finds_boxes: Whether predictions have boxes.
-        finds_words: Whether predictions have words.
         draws: Whether predictions can be drawn.
         kind: Class of the predictions.
         unit: Plural name of what is predicted.
@@ -140,8 +139,6 @@ class Predictor(ABC):
     number_names: tuple[str, ...] = ()
     usual_top_k = 3
     largest_batch: int | None = None
-    finds_boxes = False
-    finds_words = False
     draws = False
     kind: type[Answer] = Answer
     unit = "images"

@@ -131,13 +131,18 @@ def _opened(source: Path, left_out: SkippedItems) -> Iterable[PictureFile]:
         refuse_special_inputs(source)
         refuse_archive(source)
         return [PictureFile.at(source)]
-    if _PATTERN & set(str(source)):
-        return _matching(str(source), left_out)
-    raise DataError(
-        f"'{source}' does not exist; give image files, folders or archives of them, patterns in quotes, or - for "
-        "paths from standard input.",
-        path=source,
-    )
+    check_exists(source)
+    return _matching(str(source), left_out)
+
+
+def check_exists(source: Path) -> None:
+    """Refuse a source that is neither a file, a folder, a pattern nor standard input; raises DataError."""
+    if not (source.exists() or _PATTERN & set(str(source)) or str(source) == STANDARD_INPUT):
+        raise DataError(
+            f"'{source}' does not exist; give image files, folders or archives of them, patterns in quotes, or - for "
+            "paths from standard input; or files of lines, for weights that take those.",
+            path=source,
+        )
 
 
 def _inside(folder: Path, left_out: SkippedItems) -> list[PictureFile]:

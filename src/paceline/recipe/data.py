@@ -10,11 +10,9 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     model_validator,
 )
+from pydantic_core import PydanticKnownError
 
 from paceline.dataset_registry import DatasetNames
 from paceline.recipe.fields import (
@@ -358,14 +356,14 @@ class Clicks:
     """Held-out samples of `synthetic_clicks`."""
 
 
-def _or_installed(value: object, built_in: ValidatorFunctionWrapHandler) -> object:
-    """Accept the name of a back-end that an installed package adds."""
-    try:
-        return built_in(value)
-    except ValidationError:
-        if isinstance(value, str) and value in installed("backends"):
-            return value
-        raise
+_BACKENDS = Names("backends", ("auto", "memory", "pytorch", "synthetic"))
+
+
+def _check_backend(value: str) -> str:
+    *names, last = dict.fromkeys((*_BACKENDS.values, *installed("backends")))
+    if value not in (*names, last):
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(map(repr, names))} or {last!r}"})
+    return value
 
 
 @section
@@ -414,9 +412,7 @@ class Data:
     """How an epoch's samples are drawn. `uniform`: each once. Otherwise as many samples with replacement: by a
     mapping of class names to weights, 1 for other classes, the relative frequency of drawing a sample of the class;
     or `balanced`, which draws all classes equally often. Each draw is varied anew."""
-    backend: Annotated[
-        Literal["auto", "memory", "pytorch", "dali", "synthetic"], Names("backends"), WrapValidator(_or_installed)
-    ] = "auto"
+    backend: Annotated[str, _BACKENDS, AfterValidator(_check_backend)] = "auto"
     """Who reads the samples: `memory` holds small sets as tensors, `pytorch` decodes files in workers, `dali` decodes
     JPEG files in threads or on the GPU (extra `dali`)."""
     workers: Annotated[Auto | _Workers, Applies("backend", ("auto", "pytorch", "dali")), _WITH_LOADERS] = "auto"

@@ -142,14 +142,16 @@ class Names:
 
     Attributes:
         kind: The kind in the registry.
+        others: Names that are not registered.
     """
 
     kind: Kind
+    others: tuple[str, ...] = ()
 
     @property
     def values(self) -> Collection[str]:
         """The built-in names, in the order in which they are suggested."""
-        return DatasetNames() if self.kind == "datasets" else built_in(self.kind)
+        return DatasetNames() if self.kind == "datasets" else (*self.others, *built_in(self.kind))
 
 
 @dataclass(frozen=True)

@@ -353,18 +353,32 @@ def _with_base(path: Path, source: str | Path, notices: list[str], stored: dict[
     return layers.merge(base_tree, tree, notices)
 
 
+# What other files are, and which commands take them.
+_OTHER_FILES = {
+    ".onnx": "an ONNX model, not a recipe: `paceline predict` takes it.",
+    ".pt": "a file of torch.save, not a recipe, and no command reads it, since that may run code: save its weights as "
+    "safetensors, which model.initialize_from takes.",
+    ".safetensors": "weights, not a recipe: `paceline predict`, `evaluate` and `export` take them, and "
+    "model.initialize_from trains on from them.",
+    ".txt": "text, not a recipe: train on its folder with a recipe that names task and data.path "
+    "(docs/guide/language-models.md); `paceline predict` takes it for weights of texts.",
+}
+
+
 def _read(path: Path, notices: list[str], source: str | Path) -> layers.Tree:
     """Return the layer of a file. Old key names are reported, except in recipes stored by a run, which nobody edits."""
+    what = f"{path} is {_OTHER_FILES[path.suffix]}" if path.suffix in _OTHER_FILES else ""
     try:
         tree = load_plain(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         is_data = any(each.reads(Place(path)) for each in entries())
         hint = " If it is data, name it in a recipe with task and data.path (docs/guide/language-models.md)." * is_data
-        raise RecipeError(f"{path}: not readable as YAML{_cause(error)}{hint}", path=path, rule="YAML") from None
+        message = what or f"{path}: not readable as YAML{_cause(error)}{hint}"
+        raise RecipeError(message, path=path, rule="YAML") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        message = f"{path}: a recipe is a mapping of sections, found a {type(tree).__name__}."
+        message = what or f"{path}: a recipe is a mapping of sections, found a {type(tree).__name__}."
         raise RecipeError(message, value=tree, path=path, rule="a mapping of sections")
     return layers.normalize_case(with_new_names(tree, None if is_stored(path, source) else notices))
 
@@ -403,7 +417,7 @@ def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
             message = f"override '{dotted[:40]}…': a key has at most {MAX_DEPTH} levels."
             raise RecipeError(message, key=dotted, value=value, rule=f"at most {MAX_DEPTH} levels")
         try:
-            yield dotted.strip(), load_whole(value) if value.strip() else ""
+            yield dotted.strip(), load_whole(value) if value.strip(" \t\r\n") else ""
         except yaml.YAMLError as error:
             shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
             message = f"override '{shown}': the value is not readable as YAML{_cause(error)}"

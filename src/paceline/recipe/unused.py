@@ -50,13 +50,13 @@ def _unmet_needs(
             yield key, first.reason.format_map(substitutions)
 
 
-def all_but(used: Collection[str], reason: str, sections: Collection[str] = ("data",)) -> dict[str, str]:
-    """Return every dotted key of some sections, with the reason, except for those that are used.
+def all_but(used: Collection[str], reason: str, section: str = "data") -> dict[str, str]:
+    """Return every dotted key of a section, with the reason, except for those that are used.
 
     Args:
         used: Dotted keys, or subsections that are used completely (``data.text``).
         reason: Why the others are not used.
-        sections: The sections whose keys are meant.
+        section: The section.
     """
-    keys = (key for section in sections for key in all_keys(getattr(Recipe(), section), f"{section}."))
+    keys = all_keys(getattr(Recipe(), section), f"{section}.")
     return {key: reason for key in keys if not any(key == each or key.startswith(f"{each}.") for each in used)}

@@ -72,7 +72,6 @@ class RunDirectory:
         figures: Pictures that the task drew of the last evaluation's model.
         tensorboard: The folder of TensorBoard files.
         report: The HTML report.
-        mlperf_log: The log in MLPerf's format.
     """
 
     root: Path
@@ -95,7 +94,6 @@ class RunDirectory:
     figures = _RunPath("evaluation/figures.json")
     tensorboard = _RunPath("tensorboard")
     report = _RunPath("report.html")
-    mlperf_log = _RunPath("mlperf/result_0.txt")
 
     @property
     def evaluation_files(self) -> tuple[Path, ...]:

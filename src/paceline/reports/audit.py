@@ -166,7 +166,11 @@ def audit_run(run_dir: Path) -> Audit:
         samples_per_epoch=geometry.samples,
         epochs=epochs,
         objections=tuple(objections),
-        left_out=_skipped_counts(plan),
+        left_out={
+            name.removesuffix("_left_out"): each
+            for name, each in plan.get("data", {}).items()
+            if name.endswith("_left_out") and isinstance(each, int) and each
+        },
         is_drawn=bool(plan.get("sampling") or plan.get("mixture")),
     )
 
@@ -205,11 +209,6 @@ def used_samples(run_dir: Path, rank: int) -> Iterator[LedgerEntry]:
             yield LedgerEntry(entry.step, entry.epoch, ids, np.empty(0, dtype=np.int64))
         else:
             yield entry
-
-
-def _skipped_counts(plan: Mapping[str, Any]) -> dict[str, int]:
-    counts = {name: each for name, each in plan.get("data", {}).items() if isinstance(each, int) and each}
-    return {name.removesuffix("_left_out"): each for name, each in counts.items() if name.endswith("_left_out")}
 
 
 def _lengths(directory: RunDirectory, plan: Mapping[str, Any]) -> SampleLengths | None:

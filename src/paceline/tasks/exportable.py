@@ -52,27 +52,14 @@ class Exportable:
         inputs: Its inputs.
         longest: The maximum size of each dynamic dimension that has one.
         saved: Its weights and their description.
-        kind: Kind of data: ``images``, ``pixels``, ``tokens`` or ``clicks``.
-        outputs: Meaning of the outputs, for images.
-        instead: What the network does instead of giving an image one label, unless ``outputs`` says so.
+        outputs: Meaning of the outputs, if it labels images or predicts numbers of them.
     """
 
     network: nn.Module
     inputs: tuple[Input, ...]
     longest: dict[str, int]
     saved: SavedWeights
-    kind: str
     outputs: Outputs | None = None
-    instead: str = ""
-
-    @property
-    def beyond_one_label(self) -> str:
-        """What the network does instead of giving an image one label; empty if it does that, or takes no images."""
-        if self.outputs is not None and self.outputs.mean:
-            return "predicts numbers"
-        if self.outputs is not None and self.outputs.thresholds:
-            return "gives an image any number of labels"
-        return self.instead
 
     @property
     def in_units(self) -> Exportable:

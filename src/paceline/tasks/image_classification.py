@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,8 +56,7 @@ from paceline.tasks.views import CROPS, AveragedViews, scale_for_crops
 from paceline.world import World
 
 _CLASS_LOSSES, _NUMBER_LOSSES = ("cross_entropy", "focal"), ("mse", "l1", "huber")
-Learned = Literal["class", "labels", "numbers"]
-_LOSSES: dict[Learned, str] = {
+_LOSSES = {
     "class": "cross_entropy or another loss of classes",
     "labels": "bce, asl or your own",
     "numbers": ", ".join(_NUMBER_LOSSES),
@@ -68,14 +67,12 @@ class ImageTask(Task):
     """Base class of image tasks; a subclass defines their targets.
 
     Attributes:
-        learns: The targets of an image: one class, any number of labels, or numbers.
         unused: Dotted keys that have no effect on the task, with the reason.
     """
 
     unit = "images"
     takes_sizes = True
     can_shorten = True
-    learns: Learned = "class"
     unused: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, recipe: Recipe) -> None:

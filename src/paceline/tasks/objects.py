@@ -252,12 +252,12 @@ class Fit(Task):
         if differences := [each.difference for each in self._readings.values() if each.difference]:
             description["not_repeatable"] = differences
         unused = all_but(["data.workers", "data.prefetch"], "the data are objects of yours")
-        unused |= all_but(_OF_ANY_NETWORK, "the network is an object of yours", sections=("model",))
+        unused |= all_but(_OF_ANY_NETWORK, "the network is an object of yours", section="model")
         if self.objects.optimizer is not None:
             kept = ("optimizer.lr", "optimizer.lr_scaling", "optimizer.lr_reference_batch", *_CLIPPING)
-            unused |= all_but(kept, "the optimizer is an object of yours", sections=("optimizer",))
+            unused |= all_but(kept, "the optimizer is an object of yours", section="optimizer")
         if self.objects.schedule is not None:
-            unused |= all_but([], "the schedule is an object of yours", sections=("schedule",))
+            unused |= all_but([], "the schedule is an object of yours", section="schedule")
         return DataFacts(
             train_samples=counts[0],
             evaluation_samples=sum(counts[1:]),

@@ -155,7 +155,8 @@ def unused_by_own_loss(task: Task) -> dict[str, str]:
         if names & _READERS or ("loss" in names and names & bases):
             return {}
         called = [function.__globals__[name] for name in names & function.__globals__.keys()]
-        more = {each for each in called if isinstance(each, FunctionType) and _is_own(each)} - functions.keys()
+        others = (each for each in called if isinstance(each, FunctionType) and not is_ours(each.__module__))
+        more = {each for each in others if "site-packages" not in each.__code__.co_filename} - functions.keys()
         queue += more
         functions |= dict.fromkeys(more)
     return {f"train.{key}": f"{type(task).__name__}.loss is your own, and does not read it" for key in _OF_LOSS}
@@ -165,10 +166,6 @@ def _names(code: CodeType) -> set[str]:
     """Return the names that a function's code reads, with those of its arguments and of functions inside."""
     inside = (name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each))
     return {*code.co_names, *code.co_varnames[: code.co_argcount], *inside}
-
-
-def _is_own(function: FunctionType) -> bool:
-    return "site-packages" not in function.__code__.co_filename and not is_ours(function.__module__)
 
 
 def _failure(owner: object, method: str, error: Exception) -> str:

@@ -75,6 +75,7 @@ class Task(ABC):
         unit: Plural unit of :meth:`sample_weights`, such as ``tokens``; otherwise the name of samples.
         gives_scores: Whether :meth:`score` also returns ``logit`` and ``label``, for ``evaluate.metrics``.
         is_own: Whether the class was defined outside of Paceline.
+        learns: What is learned of a sample: its ``class``, or something else, such as ``numbers``.
         takes_sizes: Whether `data.evaluation_size` says at which size samples are scored.
         can_shorten: Whether :meth:`shorten` reduces the data.
         why_not_sharded: Why FSDP cannot shard the network, as the rest of a sentence; empty if it can.
@@ -85,6 +86,7 @@ class Task(ABC):
     unit: str = "samples"
     gives_scores: bool = False
     is_own: bool = False
+    learns: str = "class"
     takes_sizes: bool = False
     can_shorten: bool = False
     why_not_sharded: str = ""
@@ -447,9 +449,7 @@ class Task(ABC):
         # Single-view, even if the run was evaluated with several views.
         side = int(data.get("evaluation_size", data["image_size"]))
         images = Input("images", ("batch", int(data["channels"]), side, side), None, "normalised images, float32")
-        return Exportable(
-            network=labeller.network, inputs=(images,), longest={}, saved=saved, kind="images", outputs=labeller.outputs
-        )
+        return Exportable(network=labeller.network, inputs=(images,), longest={}, saved=saved, outputs=labeller.outputs)
 
     def _labeller(self, saved: SavedWeights, device: torch.device) -> TrainedLabeller:
         # Imported only where used: training needs none of it.

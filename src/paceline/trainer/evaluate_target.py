@@ -147,14 +147,14 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
         if "train.float32_matmul" in set_by(request.overrides):
             raise
         products = "default"  # the run's machine rounded more than this one can
+    if any(sizes) and not (task := build_task(recipe)).takes_sizes:
+        raise RecipeError(
+            f"--sizes has no effect on the task {task_name(task)}, which prepares its own samples; leave it out."
+        )
     tasks: list[Task] = []
     for size in sizes:
         resized = recipe if size is None else replace(recipe, data=replace(recipe.data, evaluation_size=size))
         task, facts = scoring_task(request, saved, resized, launch.world)
-        if size is not None and not task.takes_sizes:
-            raise RecipeError(
-                f"--sizes has no effect on the task {task_name(task)}, which prepares its own samples; leave it out."
-            )
         tasks.append(task)
     network = trained_network(tasks, saved, subject)
     with contextlib.ExitStack() as stack:

@@ -90,9 +90,8 @@ class Mirroring:
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
 
-    @property
     def needed(self) -> list[int]:
-        """Steps whose checkpoints on this host must not be deleted yet."""
+        """Return the steps whose checkpoints on this host must not be deleted yet."""
         with self._changed:
             return [*self._waiting, *([] if self._sending is None else [self._sending])]
 

@@ -33,6 +33,7 @@ from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDire
 from paceline.files import free_name, is_ignored
 from paceline.plain_text import load_json
 from paceline.plan import Plan
+from paceline.plan.run_logs import log_files
 from paceline.recipe.load import differences, stored_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.records import reader
@@ -456,7 +457,7 @@ def _save(directory: RunDirectory, request: ResumeRequest, decision: ResumeDecis
     """Write the request, and remove files that no longer apply."""
     aside = tuple(_set_damaged_aside(directory))
     # The outcome of an earlier launch is outdated: only a launch that ends writes a new one.
-    for each in (directory.summary, directory.mlperf_log, *outdated):
+    for each in (directory.summary, *log_files(directory), *outdated):
         with contextlib.suppress(NotADirectoryError):  # reported by the code that would write there
             each.unlink(missing_ok=True)
     # run.json may be lost, and a kill may come between a checkpoint and its entry there.
@@ -498,8 +499,8 @@ def check_links(directory: RunDirectory) -> None:
 
 
 def _outputs(directory: RunDirectory) -> tuple[Path, ...]:
-    best = directory.checkpoints / BEST_FILE_NAME
-    return directory.summary, directory.environment, directory.identity, directory.mlperf_log, best
+    own = directory.summary, directory.environment, directory.identity, directory.checkpoints / BEST_FILE_NAME
+    return *own, *log_files(directory)
 
 
 def _set_damaged_aside(directory: RunDirectory) -> Iterator[tuple[str, str]]:
@@ -556,8 +557,7 @@ def _start_new(directory: RunDirectory, request: ResumeRequest) -> ResumeDecisio
         other_run = Path(request.resume).parent.parent
         suggestion = f" Did you mean the run in {other_run}?" if RunDirectory(other_run).exists() else ""
         raise RunDirectoryError(f"resume={request.resume}: there is no run in '{root}' to resume.{suggestion}")
-    tracked = [directory.tracked(name) for name in TRACKERS]
-    outdated = (directory.events, directory.first_batch, *directory.evaluation_files, *tracked)
+    outdated = (directory.events, directory.first_batch, *directory.evaluation_files, *map(directory.tracked, TRACKERS))
     return _save(directory, request, ResumeDecision(choice=ResumePoint(None, 0)), *outdated)
 
 

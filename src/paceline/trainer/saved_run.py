@@ -61,7 +61,7 @@ class SavedRun(abc.ABC):
     stop: StopRequest
     components: Registry
     publisher: Publisher
-    writer: BackgroundWriter[None]
+    writer: BackgroundWriter
     mirroring: Mirroring | None = None
     utilisation: Utilisation | None = None
     saved_position: int = -1

@@ -339,7 +339,7 @@ def write_pages(run: SavedRun, report: Reporter | None) -> None:
     except RunDirectoryError:
         return  # already reported; nothing is written under the old name
     for description, write in (
-        *((log.title, log.write) for log in run_logs(run.recipe)),
+        *((log.title, log.write) for log in run_logs() if log.wanted(run.recipe)),
         ("the report", report if run.recipe.telemetry.report else None),
     ):
         try:

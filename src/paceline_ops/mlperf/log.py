@@ -96,7 +96,7 @@ def write_mlperf_log(directory: RunDirectory, overrides: Sequence[str] = (), out
         RecipeError: If a key is missing, or the division does not allow the recipe.
     """
     text = "".join(f"{line}\n" for line in mlperf_log(directory, overrides))
-    path = directory.mlperf_log if output is None else output
+    path = directory.root / MlperfLog.files[0] if output is None else output
     refuse_special_outputs(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,8 +112,13 @@ class MlperfLog:
     """The log as a run with ``telemetry.mlperf`` writes it; implements :class:`paceline.plan.run_logs.RunLog`."""
 
     title = "the log in MLPerf's format"
+    files = ("mlperf/result_0.txt",)
     check = staticmethod(check_mlperf)
     write = staticmethod(write_mlperf_log)
+
+    def wanted(self, recipe: Recipe) -> bool:
+        """Whether `telemetry.mlperf` is set."""
+        return recipe.telemetry.mlperf
 
 
 def mlperf_log(directory: RunDirectory, overrides: Sequence[str] = ()) -> list[str]:

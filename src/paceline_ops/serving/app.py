@@ -173,7 +173,7 @@ def _add_predict(app: FastAPI, service: Service, model: str) -> None:
             model=model,
             weights_sha256=service.predictor.digest,
             predictions=[
-                _shown(name, answer, most, boxes=service.predictor.finds_boxes)
+                _shown(name, answer, most, boxes="boxes" in service.predictor.kind.per_label)
                 for name, answer in zip(names, answers, strict=True)
             ],
         )
@@ -407,7 +407,7 @@ def page(service: Service, model: str) -> str:
         digest=escape(digest),
         short=escape(digest[:12]),
         answers=escape(", ".join(numbers)) if numbers else f"{classes} classes",
-        without_labels="hidden" if numbers or service.predictor.finds_boxes else "",
+        without_labels="hidden" if numbers or service.predictor.kind.per_label else "",
         classes=classes,
         most=min(classes, 10),
         images=limits.images,

@@ -114,13 +114,16 @@ def from_documents(
     )
 
 
-def check_some_text(source: str, train: Documents, validation: Documents) -> None:
+def check_some_text(
+    source: str, train: Documents, validation: Documents, share: str = "data.validation_fraction"
+) -> None:
     """Check that there is training text, and explain if there is none.
 
     Args:
         source: Name of the source, for people.
         train: Training documents.
         validation: Held-out documents.
+        share: The setting that determines how many are held out.
 
     Raises:
         DataError: If no training document contains text.
@@ -132,8 +135,8 @@ def check_some_text(source: str, train: Documents, validation: Documents) -> Non
         raise DataError(f"{source} has no text to learn from: its {empty} are empty; check data.path.")
     raise DataError(
         f"{source} has no text to learn from: all {len(validation):,} document(s) fell into the held-out share "
-        "(data.validation_fraction), which is drawn by their names; choose yourself with train/ and val/, give more "
-        "documents, or hold out none with data.validation_fraction=0.",
+        f"({share}), which is drawn by their names; choose yourself with train/ and val/, give more documents, or hold "
+        f"out none with {share}=0.",
     )
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Detections(Answer):
             on an M x M grid.
     """
 
+    per_label = MappingProxyType({"boxes": ("left", "top", "right", "bottom")})
     boxes: tuple[Box, ...] = ()
     masks: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
@@ -80,7 +82,6 @@ class DetectionPredictor(Predictor):
     # In a batch with larger pictures a picture is padded, which changes its detections.
     largest_batch = 1
     holds = "a detector"
-    finds_boxes = True
     draws = True
     kind = Detections
 

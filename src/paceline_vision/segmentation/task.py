@@ -62,6 +62,7 @@ class Segmentation(Task):
 
     headline = "miou"
     unit = "images"
+    learns = "pixels"
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
@@ -269,14 +270,7 @@ class Segmentation(Task):
             f"pixels ({data['interpolation']}, antialiased) and pad at the right and below; {normalisation(data)}"
         )
         images = Input("images", ("batch", labels.channels, labels.size, labels.size), None, description)
-        return Exportable(
-            network=labels.network,
-            inputs=(images,),
-            longest={},
-            saved=saved,
-            kind="pixels",
-            instead="labels pixels",
-        )
+        return Exportable(network=labels.network, inputs=(images,), longest={}, saved=saved)
 
     def _unused(self) -> dict[str, str]:
         unused = all_but(_USED, "masks follow their images through data.image_size, data.augment.crop and flip alone")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import RecipeError
-from paceline.plan.run_logs import run_logs
+from paceline.plan.run_logs import check_logs
 from paceline.recipe.load import load_recipe
 from paceline_ops.mlperf.rules import check_mlperf
 
@@ -33,7 +33,7 @@ def test_what_the_closed_division_allows(changes: dict[str, Any]) -> None:
 
 def test_nothing_is_asked_where_no_log_is() -> None:
     recipe = load_recipe("digits", {"evaluate.every": "off"}).recipe
-    assert run_logs(recipe) == []
+    assert check_logs(recipe, 10, 0.1) == {}
 
 
 @pytest.mark.parametrize("key", ["org", "platform", "division", "status"])

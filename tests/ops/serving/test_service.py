@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from paceline.prediction.predictor import Answer
 from paceline.tasks.labelling import Prediction
+from paceline_vision.detection.predictor import Detections
 
 _WHY = "not installed: pip install 'paceline[serve]'"
 for _library in ("fastapi", "prometheus_client", "python_multipart"):
@@ -34,7 +36,7 @@ class LargePictures:
     classes = ("thing",)
     usual_top_k = 1
     largest_batch: int | None = 1
-    finds_boxes = False
+    kind: type[Answer] = Prediction
     number_names: tuple[str, ...] = ()
     digest = "0" * 64
 
@@ -118,5 +120,5 @@ def test_the_page_asks_for_all_objects_of_a_detector() -> None:
     predictor = LargePictures()
     service = services.Service(predictor, services.Limits(), Metrics("large", predictor.digest))
     assert "<p hidden><label>Labels for each" not in app.page(service, "large")
-    predictor.finds_boxes = True
+    predictor.kind = Detections
     assert "<p hidden><label>Labels for each" in app.page(service, "large")

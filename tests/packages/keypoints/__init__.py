@@ -119,4 +119,4 @@ class Keypoints(Task):
         from paceline.tasks.exportable import Exportable, Input
 
         pictures = Input("pictures", ("batch", 1, SIDE, SIDE), None, "grey, in [0, 1], float32")
-        return Exportable(network=self.trained(saved), inputs=(pictures,), longest={}, saved=saved, kind="keypoints")
+        return Exportable(network=self.trained(saved), inputs=(pictures,), longest={}, saved=saved)

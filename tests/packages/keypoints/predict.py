@@ -42,6 +42,7 @@ class KeypointPredictor(Predictor):
     """A trained network, which answers image files of its size."""
 
     classes = ()
+    number_names = ("x", "y")
     kind = Point
     draws = True
 

@@ -21,7 +21,7 @@ from paceline.records.run_directory import Identity, RunDirectory
 
 
 def test_the_caller_goes_on_while_it_is_written() -> None:
-    writer: BackgroundWriter[str] = BackgroundWriter()
+    writer = BackgroundWriter()
     resume = threading.Event()
     writer.submit(lambda: "written" if resume.wait(10) else "never told")
     resume.set()
@@ -32,7 +32,7 @@ def test_the_caller_goes_on_while_it_is_written() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a niceness of their own on Linux only")
 def test_the_thread_that_writes_gives_way_to_those_that_compute() -> None:
-    writer: BackgroundWriter[tuple[int, int]] = BackgroundWriter()
+    writer = BackgroundWriter()
     mine = os.getpriority(os.PRIO_PROCESS, 0)
 
     def of_both() -> tuple[int, int]:
@@ -48,7 +48,7 @@ def test_the_thread_that_writes_gives_way_to_those_that_compute() -> None:
 
 
 def test_a_failure_is_seen_without_waiting_and_raised_once() -> None:
-    writer: BackgroundWriter[None] = BackgroundWriter()
+    writer = BackgroundWriter()
 
     def fail() -> None:
         raise CheckpointError("no space")
@@ -67,7 +67,7 @@ def test_a_failure_is_seen_without_waiting_and_raised_once() -> None:
 
 
 def test_waiting_can_be_given_up() -> None:
-    writer: BackgroundWriter[None] = BackgroundWriter()
+    writer = BackgroundWriter()
     resume = threading.Event()
     writer.submit(lambda: resume.wait(10) and None)
     assert not writer.is_over(within_seconds=0.01)
@@ -77,7 +77,7 @@ def test_waiting_can_be_given_up() -> None:
 
 
 def test_two_saves_never_overlap() -> None:
-    writer: BackgroundWriter[None] = BackgroundWriter()
+    writer = BackgroundWriter()
     writer.submit(lambda: None)
     with pytest.raises(RuntimeError, match="under way"):
         writer.submit(lambda: None)
@@ -85,7 +85,7 @@ def test_two_saves_never_overlap() -> None:
 
 
 def test_a_failure_is_not_lost_at_the_end() -> None:
-    writer: BackgroundWriter[None] = BackgroundWriter()
+    writer = BackgroundWriter()
     writer.submit(lambda: (_ for _ in ()).throw(CheckpointError("no space")))
     with pytest.raises(CheckpointError, match="no space"):
         writer.close()
@@ -125,7 +125,8 @@ def test_a_subscriber_learns_of_a_checkpoint_once_older_ones_are_pruned(tmp_path
         file_metadata={},
         cadence=Cadence(recipe.checkpoint),
         patience_seconds=1,
-        subscribers=[subscribed],
+        needed=lambda: subscribed.needed,
+        subscribers=[subscribed.submit],
     )
     for step in (1, 2, 3):
         best = Best(2, "loss", 0.5) if step > 1 else None

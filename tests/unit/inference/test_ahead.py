@@ -156,6 +156,11 @@ def predicted(trained: Path, *more: object) -> int:
     return command(["predict", str(trained), *map(str, more)])
 
 
+def test_sources_are_looked_for_before_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert predicted(here / "no-run", "*.png", "-", "gone.png") == 2
+    assert "'gone.png' does not exist; give image files" in capsys.readouterr().err
+
+
 def test_json_lines(trained: Path, pictures: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert predicted(trained, pictures, "--json") == 1
     rows = json.loads(capsys.readouterr().out)
@@ -188,8 +193,8 @@ def test_parquet(trained: Path, pictures: Path, here: Path, capsys: pytest.Captu
     assert parquet.read_table("a.parquet").to_pylist() == expected
 
 
-LABELS: Any = SimpleNamespace(classes=("x", "y"), number_names=(), finds_boxes=False, finds_words=False, kind=Answer)
-BOXES: Any = SimpleNamespace(classes=("x", "y"), number_names=(), finds_boxes=True, finds_words=False, kind=Detections)
+LABELS: Any = SimpleNamespace(classes=("x", "y"), number_names=(), kind=Answer)
+BOXES: Any = SimpleNamespace(classes=("x", "y"), number_names=(), kind=Detections)
 
 
 def test_a_file_is_whole_or_not_there(here: Path) -> None:

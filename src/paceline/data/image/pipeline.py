@@ -87,19 +87,11 @@ def distinct_sizes(shapes: SampleShapes) -> dict[Shape, int]:
     return {(int(height), int(width)): int(count) for (height, width), count in zip(sizes, counts, strict=True)}
 
 
-def common_size(source: SampleSource, *, limit: int = 32) -> Shape | None:
-    """Return the common height and width of evenly spread images of a source, from file headers.
-
-    Args:
-        source: The images.
-        limit: Number of images to check.
-
-    Returns:
-        The size; None if they differ or are unknown.
-    """
+def common_size(source: SampleSource) -> Shape | None:
+    """Return the common height and width of 32 evenly spread images, by their headers; None if there is none."""
     if len(source) == 0 or not _is_measured(source):
         return None
-    sizes = {source.size(int(sample)) for sample in np.linspace(0, len(source) - 1, min(limit, len(source)))}
+    sizes = {source.size(int(sample)) for sample in np.linspace(0, len(source) - 1, min(32, len(source)))}
     return sizes.pop() if len(sizes) == 1 else None
 
 
