@@ -138,6 +138,8 @@ class Kept:
         return any(map(self._is_pending, self.optimizers))
 
     def _is_pending(self, optimizer: Optimizer) -> bool:
+        if id(optimizer) in self._stepped:  # what came after the step is of another loss, as in adversarial training
+            return False
         gradients = list(_gradients(optimizer))
         is_used = self._applied.get(id(optimizer)) == _marks(gradients)
         return not is_used and any(bool(each.any()) for each in gradients)
