@@ -173,11 +173,12 @@ def _settle_buckets(replica: Replica) -> None:
     if replica.static_graph or replica.find_unused_parameters or sparse:
         return
     trained = [each for each in replica.parameters() if each.requires_grad]
-    replica._pre_forward()  # noqa: SLF001  # the program's forward pass would need its inputs
+    unchecked: Any = replica  # its methods have no types
+    unchecked._pre_forward()  # noqa: SLF001  # the program's forward pass would need its inputs
     total = torch.zeros((), device=trained[0].device)
     for each in trained:
         total = total + each.float().sum()
-    replica._post_forward(total).backward()  # noqa: SLF001  # as above
+    unchecked._post_forward(total).backward()  # noqa: SLF001  # as above
     for each in trained:
         each.grad = None
 
