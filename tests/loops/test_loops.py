@@ -17,8 +17,7 @@ from typing import Any
 
 import fork_server
 import pytest
-
-from paceline.report.audit import audit_run
+from paceline.reports.audit import audit_run
 
 PROGRAMS = Path(__file__).parent / "programs"
 SOURCES = Path(__file__).parents[2] / "src"

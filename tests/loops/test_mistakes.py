@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from paceline.reports.audit import audit_run
 from torch import nn
 
 import paceline
 from paceline.checkpoint.manifest import read_components
 from paceline.errors import DataError, LoopError, PacelineError, RunDirectoryError
-from paceline.report.audit import audit_run
 
 POINTS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 QUIET = {"telemetry.trackers": [], "telemetry.report": False}

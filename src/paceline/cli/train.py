@@ -33,7 +33,7 @@ from paceline.loading import loading
 from paceline.machine import available_cores
 from paceline.processes import ProcessGroup, received_signals
 from paceline.recipe.load import OWN_LOOP, PATH_KEYS, LoadedRecipe, is_data, load_recipe, shipped_recipes, to_tree
-from paceline.recipe.named_code import named_code
+from paceline.recipe.schema import named_code
 from paceline.records.reader import beyond_until, read_environment, read_plan, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory, existing_run
 from paceline.references import is_code_trusted, is_reference, trusting_code
@@ -43,8 +43,8 @@ from paceline.world import COMMAND_VARIABLE, STOP_SIGNALS
 if TYPE_CHECKING:
     from paceline.distributed.local_launch import Restarts
     from paceline.plan import Occasion, Plan
-    from paceline.recipe.schedule import Course
     from paceline.recipe.schema import Recipe
+    from paceline.recipe.training import Course
     from paceline.trainer.train import TrainResult
 
 _MOST_SHOWN = 5
@@ -174,7 +174,7 @@ class Train:
 
 def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json: bool) -> int:
     with loading():
-        from paceline.report.html.page import report_at_the_end
+        from paceline.reports.html.page import report_at_the_end
         from paceline.telemetry.display import choose_display
         from paceline.trainer.carried import read_carried
         from paceline.trainer.subject import Options

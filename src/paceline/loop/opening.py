@@ -28,7 +28,7 @@ from paceline.errors import LoopError, RunDirectoryError
 from paceline.plan import DataFacts, Plan, make
 from paceline.recipe.load import OWN_LOOP, LoadedRecipe, load_recipe
 from paceline.records.reader import read_plan_to_resume, read_recipe
-from paceline.report.html.page import report_at_the_end
+from paceline.reports.html.page import report_at_the_end
 from paceline.telemetry.display import Display, choose_display
 from paceline.telemetry.trackers import check_trackers
 from paceline.trainer.run_dir_checks import has_trained

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import RecipeError
-from paceline.trainer.callbacks import Callbacks
+from paceline.trainer.listeners import Callbacks
 from paceline.trainer.subject import TaskMaker
 
 CARRIED_VARIABLE = "PACELINE_CARRIED"
