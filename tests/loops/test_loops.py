@@ -139,11 +139,15 @@ def test_killed_again_and_again_a_loop_ends_with_the_same_bits(
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_twenty_of_twenty_kills_change_nothing(ranks: int, undisturbed: Any, runs: Path) -> None:
     draws, names = random.Random(ranks), [NAMES[index % len(NAMES)] for index in range(20)]
+    resumes = 0
     for number, name in enumerate(names):
         expected, folder = undisturbed(name, ranks), runs / str(number)
         interrupt(name, folder, draws.randrange(1, expected["step"]), ranks)
-        check_equal(folder, finish(name, folder, ranks), expected)
+        summary = finish(name, folder, ranks)
+        check_equal(folder, summary, expected)
+        resumes += summary["resumes"]
         shutil.rmtree(folder)
+    assert resumes >= 10  # the others were killed before their first checkpoint
 
 
 @pytest.mark.parametrize(("name", "ranks", "number"), [("gan", 1, signal.SIGINT), ("accelerated", 2, signal.SIGTERM)])
@@ -154,7 +158,32 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(
     stopped = json.loads((runs / "a" / "run" / "summary.json").read_text())
     assert stopped["status"] == "stopped"
     assert (runs / "a" / "run" / "checkpoints" / f"step-{stopped['step']:08d}").is_dir()
-    check_equal(runs / "a", finish(name, runs / "a", ranks), undisturbed(name, ranks))
+    summary = finish(name, runs / "a", ranks)
+    assert summary["resumes"] == 1
+    check_equal(runs / "a", summary, undisturbed(name, ranks))
+
+
+def test_resume_runs_the_recorded_program_only_if_it_is_trusted(undisturbed: Any, runs: Path) -> None:
+    own = {name: value for name, value in environment(runs, 0, 1).items() if name in ("PATH", "PYTHONPATH")}
+    own |= {"OMP_NUM_THREADS": "1"}
+
+    def call(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *words], env=own, text=True, capture_output=True, check=False, timeout=SECONDS, **options
+        )
+
+    program = (
+        (PROGRAMS / "gan.py").read_text().replace("loop.log(", "step == 7 and os.kill(os.getpid(), 15)\n    loop.log(")
+    )
+    (runs / "mine.py").write_text(f"import os\n{program}")
+    assert call("mine.py", cwd=runs).returncode == 75
+    refused = call("-m", "paceline", "resume", str(runs / "run"))
+    assert refused.returncode == 2
+    assert f"cd {runs} && " in refused.stderr
+    assert "mine.py" in refused.stderr
+    resumed = call("-m", "paceline", "resume", str(runs / "run"), "--trust-code", "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout)["weights_sha256"] == undisturbed("gan", 1)["weights_sha256"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -246,7 +246,7 @@ def test_a_save_waits_for_gradients_that_are_not_applied(make: Make, runs: Path)
 def test_draws_depend_on_seed_and_step_alone(make: Make) -> None:
     def draws(loop: paceline.Loop, noise: int) -> list[tuple[float, ...]]:
         prepared(loop)
-        drawn = []
+        drawn: list[tuple[float, ...]] = []
         for _, batch in loop:
             drawn.append((float(torch.rand(())), random.random(), float(np.random.random()), float(batch.sum())))
             torch.rand(noise)

@@ -138,6 +138,8 @@ class Kept:
         return any(map(self._is_pending, self.optimizers))
 
     def _is_pending(self, optimizer: Optimizer) -> bool:
+        if id(optimizer) in self._stepped:  # what came after the step is of another loss, as in adversarial training
+            return False
         gradients = list(_gradients(optimizer))
         is_used = self._applied.get(id(optimizer)) == _marks(gradients)
         return not is_used and any(bool(each.any()) for each in gradients)
@@ -171,11 +173,12 @@ def _settle_buckets(replica: Replica) -> None:
     if replica.static_graph or replica.find_unused_parameters or sparse:
         return
     trained = [each for each in replica.parameters() if each.requires_grad]
-    replica._pre_forward()  # type: ignore[no-untyped-call]  # noqa: SLF001  # the program's forward pass would need its inputs
+    unchecked: Any = replica  # its methods have no types
+    unchecked._pre_forward()  # noqa: SLF001  # the program's forward pass would need its inputs
     total = torch.zeros((), device=trained[0].device)
     for each in trained:
         total = total + each.float().sum()
-    replica._post_forward(total).backward()  # type: ignore[no-untyped-call]  # noqa: SLF001  # as above
+    unchecked._post_forward(total).backward()  # noqa: SLF001  # as above
     for each in trained:
         each.grad = None
 
