@@ -23,7 +23,7 @@ from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, 
 from paceline.records.reader import beyond_until, read_summary
 from paceline.records.run_directory import RunDirectory, default_run_directory, existing_run
 from paceline.references import trusting_code
-from paceline.report.html.page import report_at_the_end
+from paceline.reports.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
 from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.carried import CARRIED_VARIABLE, Carried

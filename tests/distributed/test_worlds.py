@@ -12,7 +12,7 @@ import pytest
 from calls import Call
 from PIL import Image
 
-from paceline.report.audit import used_samples
+from paceline.reports.audit import used_samples
 
 # Without BatchNorm, which sees only a rank's own samples, and so small that one sample is a batch.
 PLAIN = """

@@ -14,7 +14,7 @@ import torch
 import paceline
 from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_events
-from paceline.report.attribution import attribute_run
+from paceline.reports.attribution import attribute_run
 from paceline.telemetry.display import Display
 from paceline.telemetry.meter import PHASES
 from paceline.trainer.train import Options, train_recipe

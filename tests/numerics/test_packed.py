@@ -13,7 +13,7 @@ from PIL import Image
 import paceline
 from paceline.records.reader import read_plan
 from paceline.records.run_directory import RunDirectory
-from paceline.report.audit import audit_run
+from paceline.reports.audit import audit_run
 from paceline_data.packing.pack import Request, pack
 
 pytest.importorskip("pyarrow")

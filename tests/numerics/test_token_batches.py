@@ -17,7 +17,7 @@ import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry, epoch_order
-from paceline.report.audit import audit_run
+from paceline.reports.audit import audit_run
 from paceline.world import World
 from paceline_text.language_modeling import LanguageModeling
 

@@ -21,7 +21,7 @@ from paceline.inference.predict import open_predictor
 from paceline.inference.trained import open_exportable
 from paceline.prediction.predictor import Prompt
 from paceline.recipe.load import load_recipe
-from paceline.report.audit import audit_run
+from paceline.reports.audit import audit_run
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World

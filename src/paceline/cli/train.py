@@ -173,7 +173,7 @@ class Train:
 
 def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json: bool) -> int:
     with loading():
-        from paceline.report.html.page import report_at_the_end
+        from paceline.reports.html.page import report_at_the_end
         from paceline.telemetry.display import choose_display
         from paceline.trainer.carried import read_carried
         from paceline.trainer.subject import Options

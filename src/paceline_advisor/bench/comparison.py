@@ -22,7 +22,7 @@ from paceline.plain_json import load_json
 from paceline.records.events import for_display
 from paceline.records.reader import read_environment, read_events, read_recipe
 from paceline.records.run_directory import RunDirectory
-from paceline.report.html.runs import flattened
+from paceline.reports.html.runs import flattened
 
 Verdict = Literal["slower", "no slower", "faster", "not enough evidence", "not comparable"]
 

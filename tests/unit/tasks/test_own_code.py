@@ -24,7 +24,7 @@ from paceline.models.autocast import in_float32
 from paceline.plan import DataFacts, MachineFacts
 from paceline.recipe.load import load_recipe
 from paceline.recipe.unused import all_but
-from paceline.report.audit import audit_run
+from paceline.reports.audit import audit_run
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.subject import Subject
 from paceline.trainer.train import TrainResult

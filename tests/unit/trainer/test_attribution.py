@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_events
-from paceline.report.attribution import Attribution, attribute_run
+from paceline.reports.attribution import Attribution, attribute_run
 from paceline.telemetry import clock
 from paceline.telemetry.display import Display
 from paceline.telemetry.meter import PHASES, WARMUP_STEPS

@@ -20,7 +20,7 @@ from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, PacelineError, RunDirectoryError, TrainingError
 from paceline.records.reader import read_identity
 from paceline.records.run_directory import RunDirectory, write_identity
-from paceline.report.audit import audit_run
+from paceline.reports.audit import audit_run
 
 Make = Callable[..., Any]
 LONGER = {"train.duration": "12 steps"}

@@ -18,7 +18,7 @@ from paceline.data.batch import Batch
 from paceline.distributed.strategy import FlagReader
 from paceline.errors import RecipeError, TrainingError
 from paceline.optim.build import build_optimizer
-from paceline.report.audit import audit_run, used_samples
+from paceline.reports.audit import audit_run, used_samples
 from paceline.trainer import build
 from paceline.trainer.nonfinite import NonFiniteGuard
 

@@ -21,7 +21,7 @@ from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.plan import Plan
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
-from paceline.report.audit import audit_run
+from paceline.reports.audit import audit_run
 from paceline.trainer.subject import Subject
 from paceline.world import World
 from paceline_data.inspect.check import check_data
