@@ -14,13 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline
-from paceline.data.batch import Batch
-from paceline.data.image.sets.digits import read_digits
-from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
-from paceline.data.slices import SampleSlice
-from paceline.metrics.accumulator import Metric
-from paceline.plan import DataFacts
-from paceline.recipe.unused import all_but
+from paceline.tasks import (
+    Batch,
+    DataFacts,
+    Metric,
+    Pipeline,
+    Placement,
+    SampleSlice,
+    SimplePipeline,
+    all_but,
+    read_digits,
+)
 
 HELD_OUT = 297
 

@@ -16,13 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline
-from paceline.data.batch import Batch
-from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
-from paceline.data.random_draws import uniforms
-from paceline.data.slices import SampleSlice
-from paceline.metrics.accumulator import Metric
-from paceline.plan import DataFacts
-from paceline.recipe.unused import all_but
+from paceline.tasks import Batch, DataFacts, Metric, Pipeline, Placement, SampleSlice, SimplePipeline, all_but, uniforms
 
 TRAIN, HELD_OUT = 512, 128  # universes
 SIDE = 24  # cells along each axis of a universe

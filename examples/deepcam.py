@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 import paceline
-from paceline.recipe.data import Data
-from paceline_vision.segmentation.dataset import MaskDataset
+from paceline.tasks import Data
+from paceline_vision import MaskDataset
 
 TRAIN, HELD_OUT, SIDE = 400, 80, 64  # maps, and points along each side of a map
 CHANNELS = ("wind_east", "wind_north", "pressure", "moisture", "temperature", "rain", "height", "cloud")

@@ -25,15 +25,19 @@ except ImportError:
     sys.exit()
 
 import paceline
-from paceline.checkpoint.weights import read_weights
-from paceline.data.batch import Batch
-from paceline.data.image.sets.digits import read_digits
-from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
-from paceline.data.random_draws import uniforms
-from paceline.data.slices import SampleSlice
-from paceline.metrics.accumulator import Metric
-from paceline.plan import DataFacts
-from paceline.recipe.unused import all_but
+from paceline.tasks import (
+    Batch,
+    DataFacts,
+    Metric,
+    Pipeline,
+    Placement,
+    SampleSlice,
+    SimplePipeline,
+    all_but,
+    read_digits,
+    read_weights,
+    uniforms,
+)
 
 HELD_OUT, SIDE = 297, 8  # images, and pixels along each side
 TIMES = 1000  # noise levels: at time 0 hardly any noise, at the last one little else

@@ -16,12 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline
-from paceline.data.batch import Batch
-from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
-from paceline.data.slices import SampleSlice
-from paceline.metrics.accumulator import Metric
-from paceline.plan import DataFacts
-from paceline.recipe.unused import all_but
+from paceline.tasks import Batch, DataFacts, Metric, Pipeline, Placement, SampleSlice, SimplePipeline, all_but
 
 TRAIN, HELD_OUT = 1500, 200  # molecules
 ELEMENTS, ATOMS = 3, 8  # elements, numbered from 1, and atoms of the largest molecule

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import paceline
-from paceline.data.image.sets.digits import read_digits
-from paceline.data.order import epoch_order
+from paceline.tasks import epoch_order, read_digits
 
 SEED, SAMPLES, EPOCHS, BATCH, ACCUMULATED = 7, 1536, 6, 32, 2
 STEPS = EPOCHS * SAMPLES // (BATCH * ACCUMULATED)

@@ -24,12 +24,7 @@ except ImportError:
     sys.exit()
 
 import paceline
-from paceline.data.batch import Batch
-from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
-from paceline.data.slices import SampleSlice
-from paceline.metrics.accumulator import Metric
-from paceline.plan import DataFacts
-from paceline.recipe.unused import all_but
+from paceline.tasks import Batch, DataFacts, Metric, Pipeline, Placement, SampleSlice, SimplePipeline, all_but
 
 SIDE, MOVES = 9, 40  # points along each side of the board; moves of a game before both players pass
 GAMES, HELD_OUT_GAMES = 160, 30  # all games, and those held out

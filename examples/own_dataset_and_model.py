@@ -16,9 +16,7 @@ import numpy as np
 from torch import nn
 
 import paceline
-from paceline.data.image.datasets import ImageDataset
-from paceline.data.image.source import ArraySource
-from paceline.recipe.data import Data
+from paceline.tasks import ArraySource, Data, ImageDataset
 
 SIDE = 12
 CLASSES = ("horizontal", "vertical", "diagonal")

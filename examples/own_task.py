@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import paceline
-from paceline.data.batch import Batch
-from paceline.tasks.task import Model
+from paceline.tasks import Batch, Model
 
 
 class BrierScore(paceline.ImageClassification):

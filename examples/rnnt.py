@@ -23,12 +23,7 @@ except ImportError:
     sys.exit()
 
 import paceline
-from paceline.data.batch import Batch
-from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
-from paceline.data.slices import SampleSlice
-from paceline.metrics.accumulator import Metric
-from paceline.plan import DataFacts
-from paceline.recipe.unused import all_but
+from paceline.tasks import Batch, DataFacts, Metric, Pipeline, Placement, SampleSlice, SimplePipeline, all_but
 
 TRAIN, HELD_OUT = 800, 100  # words
 LETTERS, MAX_LETTERS = 8, 6  # of the alphabet, and of the longest word

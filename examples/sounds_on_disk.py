@@ -18,13 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline
-from paceline.data.batch import Batch
-from paceline.data.pipeline import Pipeline, Placement, SimplePipeline, reading_threads
-from paceline.data.random_draws import uniforms
-from paceline.data.slices import SampleSlice
-from paceline.metrics.accumulator import Metric
-from paceline.plan import DataFacts
-from paceline.recipe.unused import all_but
+from paceline.tasks import (
+    Batch,
+    DataFacts,
+    Metric,
+    Pipeline,
+    Placement,
+    SampleSlice,
+    SimplePipeline,
+    all_but,
+    reading_threads,
+    uniforms,
+)
 
 NOTES = {"a": 440, "b": 494, "c": 523, "d": 587}  # Hz
 RATE, HEARD, HELD_OUT = 4000, 800, 100  # samples a second; samples of a file that the network hears; files

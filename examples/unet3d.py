@@ -25,13 +25,7 @@ except ImportError:
     sys.exit()
 
 import paceline
-from paceline.data.batch import Batch
-from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
-from paceline.data.random_draws import uniforms
-from paceline.data.slices import SampleSlice
-from paceline.metrics.accumulator import Metric
-from paceline.plan import DataFacts
-from paceline.recipe.unused import all_but
+from paceline.tasks import Batch, DataFacts, Metric, Pipeline, Placement, SampleSlice, SimplePipeline, all_but, uniforms
 
 TRAIN, HELD_OUT = 96, 24  # volumes
 SIDE, PATCH = 40, 32  # voxels along each axis of a volume, and of a patch

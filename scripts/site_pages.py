@@ -20,7 +20,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import paceline
-from paceline.cli.commands import listing
+from paceline.cli.commands import listing, reference_of
 from paceline.cli.main import cli
 from paceline.registry import built_in
 
@@ -153,7 +153,8 @@ def _commands() -> Iterator[str]:
 def _python() -> Iterator[str]:
     yield "# Python\n\nThe public names: `dir(paceline)`. [Your own model, data and task](guide/own-code.md) tells"
     yield "how they are used.\n"
-    functions = built_in("functions")  # of other packages, documented where they are written
+    # Functions of commands and of other packages are documented where they are written.
+    functions = {name: str(reference_of(name)) for name in paceline.COMMANDS} | built_in("functions")
     for name in dir(paceline):
         if not name.startswith("__"):
             yield f"::: {functions.get(name, f'paceline:{name}').replace(':', '.')}\n"

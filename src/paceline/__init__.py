@@ -1,64 +1,78 @@
 """Train neural networks with PyTorch, on one CPU or many GPUs, from one recipe.
 
 The public names are loaded on first use, so that importing the package, as the command line does, does not import
-torch.
+torch. ``__init__.pyi``, which `scripts/public` writes, holds their types.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paceline.version import __version__
+from paceline.version import __version__ as __version__
 
-__all__ = [
-    "ImageClassification",
-    "PacelineError",
-    "Recipe",
-    "Task",
-    "TrainResult",
-    "__version__",
-    "fit",
-    "load_recipe",
-    "train",
-]
-
-_HOMES = {
+HOMES = {
+    "CommandResult": "paceline.functions",
+    "FitResult": "paceline.fitting",
     "ImageClassification": "paceline.tasks.image_classification",
     "PacelineError": "paceline.errors",
     "Recipe": "paceline.recipe.schema",
     "Task": "paceline.tasks.task",
-    "TrainResult": "paceline.trainer.train",
+    "TrainResult": "paceline.trainer.result",
     "fit": "paceline.fitting",
     "load_recipe": "paceline.recipe.load",
     "train": "paceline.training",
 }
-
-if TYPE_CHECKING:
-    from paceline.errors import PacelineError
-    from paceline.fitting import fit
-    from paceline.recipe.load import load_recipe
-    from paceline.recipe.schema import Recipe
-    from paceline.tasks.image_classification import ImageClassification
-    from paceline.tasks.task import Task
-    from paceline.trainer.train import TrainResult
-    from paceline.training import train
+# Commands that are functions too; those of other packages are registered.
+COMMANDS = ("audit", "evaluate", "export", "predict", "report", "resume")
+# Modules that are public as a whole, beside this one.
+PUBLIC_MODULES = ("paceline.tasks", "paceline.order", "paceline.checkpoints", "paceline.ledger", "paceline.scores")
 
 
 def __getattr__(name: str) -> Any:
     from paceline.loading import loading
 
     with loading():
-        if name in _HOMES:
-            value = getattr(importlib.import_module(_HOMES[name]), name)
+        if name == "__all__":
+            value: Any = _public_names()
+        elif name in HOMES:
+            value = getattr(importlib.import_module(HOMES[name]), name)
+        elif f"paceline.{name}" in PUBLIC_MODULES and (module := _module(name)) is not None:
+            value = module
         else:
-            value = _registered(name)
+            value = _function(name)
     globals()[name] = value  # later accesses no longer call this function
     return value
 
 
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(f"paceline.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"paceline.{name}":
+            raise
+        return None
+
+
+def _function(name: str) -> Any:
+    """Return the function of a command's name, or one that another package registers."""
+    from paceline.errors import PacelineError
+
+    if name in COMMANDS:
+        from paceline.cli.commands import reference_of
+        from paceline.references import load_reference
+
+        value = load_reference(str(reference_of(name)), PacelineError, installed=True)
+    else:
+        value = _registered(name)
+    if not hasattr(value, "__paceline_command__"):
+        return value
+    from paceline.functions import function_of
+
+    return function_of(value)
+
+
 def _registered(name: str) -> Any:
-    """Return the function that another package registers under a name."""
     from paceline.errors import PacelineError
     from paceline.registry import built_in, installed, load
 
@@ -71,7 +85,13 @@ def _registered(name: str) -> Any:
     return load("functions", name, PacelineError)
 
 
+def _public_names() -> list[str]:
+    from paceline.registry import built_in
+
+    return sorted({*HOMES, *COMMANDS, *built_in("functions"), "__version__"})
+
+
 def __dir__() -> list[str]:
     from paceline.registry import known_names
 
-    return sorted({*__all__, *known_names("functions")})
+    return sorted({*_public_names(), *known_names("functions")})

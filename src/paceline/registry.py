@@ -20,7 +20,8 @@ Objects are called in the same way for both kinds of names, and for custom code 
 * tasks: ``task(recipe)``; returns a :class:`paceline.tasks.task.Task`
 * datasets: see :mod:`paceline.dataset_registry`
 * commands: see :mod:`paceline.cli.commands`
-* functions: a function that is called as an attribute of the package ``paceline``
+* functions: a function that is called as an attribute of the package ``paceline``, or a command
+  (:mod:`paceline.command`) that one is derived from
 * models: ``names()``; returns names of networks that a task builds, for `paceline models`
 * formats: a :class:`paceline.inference.formats.Format`, of `paceline export`
 * packers: a dataclass, whose fields are options of `paceline pack` and which has the method ``pack``

@@ -20,7 +20,7 @@ from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, StoppedError, TrainingError
 from paceline.processes import ProcessGroup, received_signals, without_rank_variables
 from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, to_yaml
-from paceline.records.reader import beyond_until, read_summary
+from paceline.records.reader import beyond_until
 from paceline.records.run_directory import RunDirectory, default_run_directory, existing_run
 from paceline.references import trusting_code
 from paceline.reports.html.page import report_at_the_end
@@ -29,9 +29,10 @@ from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.carried import CARRIED_VARIABLE, Carried
 from paceline.trainer.first_recipe import recipe_for_data
 from paceline.trainer.process_settings import restore_torch_settings
+from paceline.trainer.result import TrainResult
 from paceline.trainer.run_dir_checks import has_trained
 from paceline.trainer.subject import Options, TaskMaker
-from paceline.trainer.train import TrainResult, train_recipe
+from paceline.trainer.train import train_recipe
 from paceline.world import STOP_SIGNALS
 
 
@@ -98,7 +99,7 @@ def train(
     if processes > 1:
         return _train_in_processes(loaded, options, processes, quiet=quiet)
     with restore_torch_settings():
-        return train_recipe(loaded, options)
+        return replace(train_recipe(loaded, options), make_task=task)
 
 
 def _train_in_processes(loaded: LoadedRecipe, options: Options, processes: int, *, quiet: bool) -> TrainResult:
@@ -152,8 +153,8 @@ def _train_in_processes(loaded: LoadedRecipe, options: Options, processes: int, 
             failure = RecipeError if child.code == RecipeError.exit_code else TrainingError
             raise failure(stderr.strip().removeprefix("paceline: ") or child.exit_message)
         sys.stderr.write(stderr)  # warnings
-    summary, was_complete = read_summary(directory), directory.summary.read_bytes() == earlier
-    return TrainResult(status=summary.status, run_dir=directory.root, summary=summary, was_complete=was_complete)
+    was_complete = directory.summary.read_bytes() == earlier
+    return replace(TrainResult.of(directory.root), was_complete=was_complete, make_task=options.task)
 
 
 def _forward_output(stream: IO[bytes] | None) -> None:

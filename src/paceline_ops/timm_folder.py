@@ -22,13 +22,13 @@ from paceline.checkpoint.state import strip_wrapper_prefix
 from paceline.checkpoint.weights import ROUNDED, SavedWeights, weights_sha256
 from paceline.errors import ModelError, RecipeError, RunDirectoryError
 from paceline.inference.export import ExportRequest, file_metadata, rounded, write_tensors
-from paceline.inference.trained import open_exportable
 from paceline.models.build import HUB, hub_network
 from paceline.recipe.model import Model
 from paceline.records.events import for_display
 from paceline.records.reader import NO_METRICS, read_environment, read_events
 from paceline.records.run_directory import RunDirectory
 from paceline.tasks.exportable import Exportable
+from paceline.tasks.trained import open_exportable
 from paceline.units import metric_unit
 
 # Keys of timm's architecture description that fine-tuning from the folder needs.

@@ -16,9 +16,9 @@ from paceline.checkpoint.hub_folder import CONFIG, WEIGHTS
 from paceline.checkpoint.weights import ADAPTER_PARTS, SavedWeights
 from paceline.errors import ModelError, RecipeError
 from paceline.inference.export import ExportRequest, file_metadata, write_tensors
-from paceline.inference.trained import open_exportable
 from paceline.models.adapters import trained_layers
 from paceline.tasks.exportable import Exportable
+from paceline.tasks.trained import open_exportable
 from paceline_text.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_from
 from paceline_text.transformers_models import LanguageModel, SequenceClassifier
 

@@ -18,10 +18,10 @@ from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.errors import PacelineError
 from paceline.inference.predict import open_predictor
-from paceline.inference.trained import open_exportable
 from paceline.prediction.predictor import Prompt
 from paceline.recipe.load import load_recipe
 from paceline.reports.audit import audit_run
+from paceline.tasks.trained import open_exportable
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World

@@ -51,11 +51,11 @@ class _Command(click.Command):
     """A command that stores the words it was called with, for the ranks it starts."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_WORDS] = list(args)
+        ctx.meta[WORDS] = list(args)
         return super().parse_args(ctx, args)
 
 
-_WORDS = "paceline.words"
+WORDS = "paceline.words"
 _WIDTH = 120  # columns, for rich's tables in a file
 _NOT_GIVEN = (None, False, ())  # the text given is empty
 
@@ -78,7 +78,7 @@ def click_command(kind: type[Any]) -> click.Command:
     def call(as_json: bool, **values: Any) -> int:
         return _run(kind, values, as_json=as_json)
 
-    if any(_parts(annotation)[2].recipe for annotation in annotations.values()):
+    if any(parts_of(annotation)[2].recipe for annotation in annotations.values()):
         parameters.append(click.Option(["--trust-code"], expose_value=False, **TRUST_CODE))
     command = click.command(kind.__paceline_command__, cls=_Command, help=help_text)(json_option(call))
     command.params[:0] = parameters
@@ -89,7 +89,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
     """Derive an argument or option from a field."""
     if annotation == TrustCode:
         return click.Option(["--trust-code"], **TRUST_CODE)
-    kind, extras, shape = _parts(annotation)
+    kind, extras, shape = parts_of(annotation)
     help_text = " ".join(each for each in extras if isinstance(each, str))
     if choices := {} if shape.choices is None else shape.choices():
         help_text = "; ".join(f"{name}: {phrase}" for name, phrase in choices.items() if phrase) + "."
@@ -119,7 +119,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
     )
 
 
-def _parts(annotation: Any) -> tuple[Any, Sequence[Any], Shape]:
+def parts_of(annotation: Any) -> tuple[Any, Sequence[Any], Shape]:
     """Return an annotation's type, its other metadata, and its shape; the last shape wins."""
     kind, *extras = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
     return kind, extras, next((each for each in reversed(extras) if isinstance(each, Shape)), Shape())
@@ -190,38 +190,65 @@ class _CommaList(click.ParamType[Any]):
 
 def _run(kind: type[Any], values: dict[str, Any], *, as_json: bool) -> int:
     """Run a command, in as many ranks as it requests, and show its result."""
-    hints = get_type_hints(kind, include_extras=True)
-    command = kind(**values)
-    _refuse_unused(hints, values)
+    command = declared(kind, values)
     if hasattr(command, "stream"):
         return int(command.stream(as_json=as_json))
-    output: Path | None = values["output"] if _FOLDER in get_args(hints.get("output")) else None
-    if output is not None and is_first_process():
-        make_folder(output, *kind.__paceline_files__)
-    if hints.get("processes") in (OwnProcesses, JoinedProcesses) and (code := _launched(command, values)) is not None:
+    if (code := _launched(command, values)) is not None:
         return code
-    run = kind.run if kind.__paceline_runs__ is None else pkgutil.resolve_name(kind.__paceline_runs__)
     with exit_on_signals(), contextlib.redirect_stdout(sys.stderr):  # custom code may print
-        result: Result = run(command, lambda line: echo(line, err=True) if is_first_process() else None)
+        result = computed(command)
     shown = result.__paceline__()
     code = store_verdict(passed=shown.ok is True)
     if is_first_process():
-        _show(kind, result, shown, output, as_json=as_json)
+        _show(result, shown, write_output(command, result), as_json=as_json)
     if isinstance(shown.ok, PacelineError):
         raise shown.ok
     return code
 
 
-def _show(kind: type[Any], result: Result, shown: Shown, output: Path | None, *, as_json: bool) -> None:
-    """Print a result, and write it to the requested path."""
+def declared(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """Return a command's dataclass with the values of its options, in the context of its click command.
+
+    Raises:
+        PacelineError: If options do not go together, or the folder of its output cannot be made.
+        click.UsageError: If one has no effect.
+    """
+    command = kind(**values)
+    _refuse_unused(get_type_hints(kind, include_extras=True), values)
+    if (output := _output_folder(command)) is not None and is_first_process():
+        make_folder(output, *kind.__paceline_files__)
+    return command
+
+
+def computed(command: Any) -> Result:
+    """Run a command in this process."""
+    name = command.__paceline_runs__
+    run = type(command).run if name is None else pkgutil.resolve_name(name)
+    result: Result = run(command, lambda line: echo(line, err=True) if is_first_process() else None)
+    return result
+
+
+def _output_folder(command: Any) -> Path | None:
+    """Return the folder that a command's result is written to."""
+    is_folder = _FOLDER in get_args(get_type_hints(type(command), include_extras=True).get("output"))
+    output: Path | None = command.output if is_folder else None
+    return output
+
+
+def write_output(command: Any, result: Result) -> list[Path]:
+    """Write a result into the folder that was requested, if any, and return the files."""
+    if (output := _output_folder(command)) is None:
+        return []
+    name = command.__paceline_command__
+    write = getattr(result, "write", None) or functools.partial(write_result, name=name, result=result)
+    written: list[Path] = write(output)
+    return written
+
+
+def _show(result: Result, shown: Shown, written: Sequence[Path], *, as_json: bool) -> None:
+    """Print a result."""
     if shown.ok and isinstance(shown.ok, str):
         echo(f"paceline: {shown.ok}", err=True)
-    written: list[Path] = []
-    if output is not None:
-        write = getattr(result, "write", None) or functools.partial(
-            write_result, name=kind.__paceline_command__, result=result
-        )
-        written = write(output)
     if as_json:
         print_json(result.to_json())
         return
@@ -234,7 +261,7 @@ def _refuse_unused(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Refuse options that were given and have no effect together with, or without, another one."""
     context = click.get_current_context()
     for name, annotation in hints.items():
-        shape = _parts(annotation)[2]
+        shape = parts_of(annotation)[2]
         if shape.only is not None and values[shape.only] in _NOT_GIVEN:
             main = next(each for each in context.command.params if each.name == shape.only)
             reason = f"it needs {main.make_metavar(context).strip('[]')}"
@@ -246,8 +273,10 @@ def _refuse_unused(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
                 refuse_unused(context, name, f"it does not apply with --{other.replace('_', '-')}")
 
 
-def _launched(command: Any, values: dict[str, Any]) -> int | None:
-    """Start the ranks that a command requests, and return their exit code; None if this process does the work."""
+def ranks_to_start(command: Any, values: Mapping[str, Any]) -> Processes | None:
+    """Return the ranks that a command requests; None if this process does the work."""
+    if get_type_hints(type(command), include_extras=True).get("processes") not in (OwnProcesses, JoinedProcesses):
+        return None
     context = click.get_current_context()
     if is_launched_rank(values["processes"]):
         if "scratch" in values and values["scratch"] is None:
@@ -262,7 +291,15 @@ def _launched(command: Any, values: dict[str, Any]) -> int | None:
         count = Processes(values["processes"] or 1)
     if count.notice:
         echo(f"note: {count.notice}", err=True)
-    argv: list[str] = context.meta[_WORDS]
+    return count
+
+
+def _launched(command: Any, values: dict[str, Any]) -> int | None:
+    """Start the ranks that a command requests, and return their exit code; None if this process does the work."""
+    if (count := ranks_to_start(command, values)) is None:
+        return None
+    context = click.get_current_context()
+    argv: list[str] = context.meta[WORDS]
     arguments = [
         word
         for previous, word in itertools.pairwise(["", *argv])

@@ -103,7 +103,8 @@ class Evaluate:
         with loading():
             from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target, sweep_sizes
 
-        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(EvaluationRequest)}
+        names = {each.name for each in dataclasses.fields(EvaluationRequest)} - {"task"}
+        fields = {name: getattr(self, name) for name in names}
         request = EvaluationRequest(**fields | {"on": self.on or ("holdout" if self.sizes else "validation")})
         if self.sizes:
             return _of_sizes(sweep_sizes(request, self.sizes))
@@ -137,10 +138,9 @@ def _of_one(report: EvaluationReport, *, per_class: bool) -> Result:
         ]
         blocks.append(Table(columns=("class", counted, *titles), rows=rows))
     blocks += [f"note: {sentence}" for sentence in report.left_out]
-    fields = dataclasses.asdict(report)
-    separate = {"metrics", "counts", "seconds", "not_finite", "per_class"}
-    document = {k: v for k, v in fields.items() if k not in separate} | fields["metrics"] | fields["counts"] | scores
-    return Document(document=document, shown=Shown(blocks=blocks, ok=next(_not_finite(report), True)))
+    return Document(
+        document={**report.to_json(), **scores}, shown=Shown(blocks=blocks, ok=next(_not_finite(report), True))
+    )
 
 
 def _by_class(report: EvaluationReport) -> dict[str, Any]:

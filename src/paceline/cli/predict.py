@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,7 @@ from annotated_types import Ge
 
 from paceline.cli.options import refuse_unused
 from paceline.cli.output import echo, print_json, store_verdict
-from paceline.command import Best, Shape, Target, TrustCode, Weights, command
+from paceline.command import Best, Log, Shape, Target, TrustCode, Weights, command
 from paceline.errors import DataError
 from paceline.escaping import one_line, utf8
 from paceline.files import SkippedItems
@@ -22,10 +22,8 @@ from paceline.loading import loading
 from paceline.recipe.load import load_recipe
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from paceline.prediction.answer_files import AnswerWriter
-    from paceline.prediction.predictor import Answer, Predictor, Seen
+    from paceline.prediction.predictor import Answer, Predictor, Prompt, Seen
+    from paceline.prediction.sources import PictureFile
 
 _AT_ONCE = 64  # rows written together
 
@@ -125,11 +123,27 @@ class Predict:
 
     def stream(self, *, as_json: bool) -> int:
         """Predict, and print each result as it arrives; return 1 if an image or a line could not be read."""
+        predictor = self.opened()
+        if self.prompt is None:
+            return _answer_files(self, predictor, as_json=as_json)
+        reply = predictor.reply(self.asked(self.prompt))
+        if as_json:
+            print_json(reply.document)
+        else:
+            for line in reply.lines:
+                echo(line)
+        return 0
+
+    def opened(self) -> Predictor:
+        """Return the predictor of the weights.
+
+        Raises:
+            click.UsageError: If an option has no effect on it.
+        """
         with loading():
             from paceline.distributed.device import choose_device
             from paceline.inference.predict import open_predictor
             from paceline.prediction.answer_files import check_output
-            from paceline.prediction.predictor import Prompt
             from paceline.prediction.sources import STANDARD_INPUT
             from paceline.world import World
         if self.stdin_image and [str(each) for each in self.sources] != [STANDARD_INPUT]:
@@ -146,23 +160,28 @@ class Predict:
         for name, reason in predictor.unused_options.items():
             refuse_unused(click.get_current_context(), name, reason)
         _refuse_ineffective_options(self, predictor)
-        if self.prompt is None:
-            return _answer_files(self, predictor, as_json=as_json)
-        reply = predictor.reply(
-            Prompt(
-                text=self.prompt,
-                tokens=self.tokens,
-                temperature=self.temperature,
-                seed=self.seed,
-                top_k=self.top_k,
-            )
+        if self.thresholds is not None:
+            predictor.set_thresholds(self.thresholds)
+        return predictor
+
+    def asked(self, text: str) -> Prompt:
+        """Return a prompt with the options."""
+        from paceline.prediction.predictor import Prompt
+
+        options = {name: getattr(self, name) for name in ("tokens", "temperature", "seed", "top_k")}
+        return Prompt(text=text, **options)
+
+    def answers(self, predictor: Predictor, pictures: Iterable[PictureFile]) -> Generator[Answer, None, None]:
+        """Yield the answer to each file, in order."""
+        from paceline.prediction.predictor import predict_ahead
+
+        return predict_ahead(
+            predictor,
+            pictures,
+            top_k=self.top_k or predictor.usual_top_k,
+            batch_size=self.batch_size,
+            on_prediction=None if self.draw is None else _drawer(self.draw, predictor.classes),
         )
-        if as_json:
-            print_json(reply.document)
-        else:
-            for line in reply.lines:
-                echo(line)
-        return 0
 
 
 def _refuse_ineffective_options(options: Predict, predictor: Predictor) -> None:
@@ -181,25 +200,14 @@ def _refuse_ineffective_options(options: Predict, predictor: Predictor) -> None:
 
 def _answer_files(options: Predict, predictor: Predictor, *, as_json: bool) -> int:
     """Predict every image or line; return 1 if one of them could not be read."""
-    from paceline.prediction.answer_files import answer_file
-    from paceline.prediction.predictor import predict_ahead
     from paceline.prediction.sources import picture_from_standard_input
 
-    output, skipped = options.output, SkippedItems()
+    skipped = SkippedItems()
     pictures = [picture_from_standard_input()] if options.stdin_image else predictor.files(options.sources, skipped)
-    if options.thresholds is not None:
-        predictor.set_thresholds(options.thresholds)
-    answers = predict_ahead(
-        predictor,
-        pictures,
-        top_k=options.top_k or predictor.usual_top_k,
-        batch_size=options.batch_size,
-        on_prediction=None if options.draw is None else _drawer(options.draw, predictor.classes),
-    )
+    answers = options.answers(predictor, pictures)
     with contextlib.closing(answers):
-        if output is not None:
-            file = answer_file(output, predictor)
-            code = _to_file(answers, output, file, skipped, unit=predictor.unit, as_json=as_json)
+        if options.output is not None:
+            code = _to_file(options.output, predictor, answers, skipped, as_json=as_json)
         else:
             code = _to_screen(answers, as_json=as_json)
     for sentence in skipped.summaries():
@@ -244,30 +252,35 @@ def _to_screen(answers: Iterable[Answer], *, as_json: bool) -> int:
     return code
 
 
-def _to_file(
-    answers: Iterator[Answer],
-    output: Path,
-    generation: AbstractContextManager[AnswerWriter],
-    skipped: SkippedItems,
-    *,
-    unit: str,
-    as_json: bool,
-) -> int:
-    """Write the predictions, and report samples without one."""
-    images, unreadable = 0, []
-    with generation as file:
+def write_answers(output: Path, predictor: Predictor, answers: Iterator[Answer], tell: Log) -> dict[str, Any]:
+    """Write the predictions to a file.
+
+    Returns:
+        What `--json` prints, without files that were skipped.
+    """
+    from paceline.prediction.answer_files import answer_file
+
+    count, unreadable = 0, []
+    with answer_file(output, predictor) as file:
         while batch := list(islice(answers, _AT_ONCE)):
-            images += len(batch)
+            count += len(batch)
             for each in (answer for answer in batch if answer.error is not None):
                 unreadable.append({"path": str(each.path), "error": each.error})
-                if not as_json:
-                    echo(one_line(f"{each.path}  {each.description()}"))
+                tell(one_line(f"{each.path}  {each.description()}"))
             file.write(each.row() for each in batch)
+    return {"output": str(output), predictor.unit: count, "unreadable": unreadable}
+
+
+def _to_file(
+    output: Path, predictor: Predictor, answers: Iterator[Answer], skipped: SkippedItems, *, as_json: bool
+) -> int:
+    """Write the predictions, and report samples without one."""
+    document = write_answers(output, predictor, answers, (lambda _: None) if as_json else echo)
+    count, unreadable = document[predictor.unit], document["unreadable"]
     code = store_verdict(passed=not unreadable)
     if as_json:
-        counts = {unit: images, "unreadable": unreadable, "left_out": skipped.summaries()}
-        print_json({"output": str(output), **counts})
+        print_json({**document, "left_out": skipped.summaries()})
     else:
         broken = f", {len(unreadable):,} of them unreadable" if unreadable else ""
-        echo(f"{images:,} {unit}{broken}: {output}")
+        echo(f"{count:,} {predictor.unit}{broken}: {output}")
     return code

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -424,6 +424,12 @@ class Resume:
 
     def stream(self, *, as_json: bool) -> int:
         """Continue training in the run's directory."""
+        with self.continued() as train:
+            return train.stream(as_json=as_json)
+
+    @contextlib.contextmanager
+    def continued(self) -> Iterator[Train]:
+        """Context in the folder that the run was started in; gives the command that continues it."""
         directory, processes = existing_run(self.run.absolute()), self.processes
         overrides = (*beyond_until(directory), *self.overrides)
         max_restarts = self.max_restarts
@@ -456,7 +462,7 @@ class Resume:
         os.environ[COMMAND_VARIABLE] = shlex.join(arguments)
         try:
             with contextlib.chdir(folder) if folder.is_absolute() and folder.is_dir() else contextlib.nullcontext():
-                return train.stream(as_json=as_json)
+                yield train
         finally:
             del os.environ[COMMAND_VARIABLE]
 

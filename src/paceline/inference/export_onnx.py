@@ -27,10 +27,10 @@ from paceline.errors import DataError, ModelError, PacelineError, RecipeError
 from paceline.escaping import one_form
 from paceline.inference.onnx_predictor import OUTPUT, onnx_session
 from paceline.inference.program import first_line
-from paceline.inference.trained import trained_task
 from paceline.recipe.load import Overrides, set_by, stored_recipe
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.tasks.exportable import Exportable
+from paceline.tasks.trained import trained_task
 
 _LARGEST_BYTES = 1_900_000_000  # protobuf's limit is 2 GiB for a single file
 _LIBRARIES = ("onnx", "onnxruntime", "onnxscript")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import html
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class Section:
     blocks: Sequence[Block]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Page:
     """A page with its title and sections.
 
@@ -72,6 +73,20 @@ class Page:
     title: str
     subtitle: str
     sections: Sequence[Section]
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as one HTML file, as :func:`write_page` does."""
+        return write_page(Path(path), self)
+
+    def __repr__(self) -> str:
+        return f"Page({self.title!r})"
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook, in a frame that loads nothing."""
+        style = "width: 100%; height: 480px; border: 0"
+        return (
+            f'<iframe title="{html_text(self.title)}" style="{style}" srcdoc="{html.escape(_assemble(self))}"></iframe>'
+        )
 
 
 def write_page(path: Path, page: Page) -> Path:

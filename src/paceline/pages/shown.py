@@ -69,8 +69,12 @@ class Document:
 
 def write_result(folder: Path, name: str, result: Result) -> list[Path]:
     """Write ``NAME.json`` and ``NAME.html`` into an existing folder, and return both paths."""
-    shown = result.__paceline__()
     write_json(folder / f"{name}.json", result.to_json())
+    return [folder / f"{name}.json", write_page(folder / f"{name}.html", page_of(result.__paceline__()))]
+
+
+def page_of(shown: Shown) -> Page:
+    """Return what is shown as a page."""
     blocks: list[Block] = []
     for block in shown.blocks:
         if isinstance(block, str):
@@ -81,5 +85,4 @@ def write_result(folder: Path, name: str, result: Result) -> list[Path]:
         elif isinstance(block, Block):
             blocks.append(block)
     section = Section(title=shown.title, blocks=(*blocks, *shown.on_page))
-    page = Page(title=shown.title, subtitle=shown.subtitle, sections=(section,))
-    return [folder / f"{name}.json", write_page(folder / f"{name}.html", page)]
+    return Page(title=shown.title, subtitle=shown.subtitle, sections=(section,))

@@ -173,6 +173,14 @@ def refuse_training_overrides(overrides: Overrides) -> None:
             raise RecipeError(message, key=key, rule="with effect")
 
 
+def override_lines(overrides: Overrides) -> tuple[str, ...]:
+    """Return overrides in command-line form."""
+    if not isinstance(overrides, Mapping):
+        return (overrides,) if isinstance(overrides, str) else tuple(overrides)
+    values = {key: os.fspath(each) if isinstance(each, os.PathLike) else each for key, each in overrides.items()}
+    return tuple(f"{key}={yaml_line(each)}" for key, each in values.items())
+
+
 def set_by(overrides: Overrides) -> tuple[str, ...]:
     """Return the dotted keys that overrides set."""
     return tuple(layers.set_keys(_override_layer(overrides)))

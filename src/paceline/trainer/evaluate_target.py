@@ -8,7 +8,7 @@ import io
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ from paceline.trainer.network import place
 from paceline.trainer.nonfinite import not_finite
 from paceline.trainer.precision import Precision, set_float32_matmul
 from paceline.trainer.process_settings import keep_freed_memory, restore_torch_settings
-from paceline.trainer.subject import find_host_limits
+from paceline.trainer.subject import TaskMaker, find_host_limits
 from paceline.units import first_of
 from paceline.world import World
 
@@ -63,6 +63,7 @@ class EvaluationRequest:
         trust_code: Whether the weights' recipe may name code to import.
         predictions: File for one line per sample, ``.jsonl`` or ``.csv``.
         on: ``validation``, or ``holdout``: what the run's recipe held out of training.
+        task: Makes the task, instead of the one that the recipe names.
     """
 
     target: Path
@@ -72,6 +73,7 @@ class EvaluationRequest:
     trust_code: bool = False
     predictions: Path | None = None
     on: Split = "validation"
+    task: TaskMaker | None = None
 
     def __post_init__(self) -> None:
         if (file := self.predictions) is not None:
@@ -120,6 +122,12 @@ class EvaluationReport:
     def samples_per_second(self) -> float:
         """Samples scored per second over all processes, including reading and the first batch."""
         return self.samples / self.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as one JSON object, with each metric also at its top."""
+        separate = {"counts", "seconds", "not_finite", "per_class"}
+        fields = {key: value for key, value in asdict(self).items() if key not in separate}
+        return {**fields, **self.metrics, **self.counts}
 
 
 def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
@@ -242,7 +250,7 @@ def scoring_task(
     if request.on != "holdout":
         # It does not affect the scores, and other data may have fewer images.
         recipe = replace(recipe, data=replace(recipe.data, subset=None))
-    task = build_task(recipe)
+    task = (request.task or build_task)(recipe)
     trained, rebuilt = saved.description("data").get("task", ""), task_name(task)
     if trained and not is_same_class(trained, rebuilt):
         raise RecipeError(
@@ -286,7 +294,7 @@ def _with_all_to_score(request: EvaluationRequest, saved: SavedWeights, recipe: 
     if not is_moved or data.dataset not in SPLIT_OFF or is_reference(recipe.task):
         return recipe
     with contextlib.suppress(DataError, RecipeError):  # no training samples, or fewer than data.subset
-        if build_task(recipe).data_digest(world) == saved.description("data").get("digest"):
+        if (request.task or build_task)(recipe).data_digest(world) == saved.description("data").get("digest"):
             return recipe
     return replace(recipe, data=replace(data, validation_fraction=1.0, saved_split=None))
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,7 +23,7 @@ from paceline.plan.run_logs import run_logs
 from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.schema import Recipe
 from paceline.records.events import FinishEvent, MeasurementEvent, StartEvent, Status, StopEvent
-from paceline.records.reader import NO_METRICS, Summary, read_events, read_summary
+from paceline.records.reader import Summary, read_summary
 from paceline.records.run_directory import RunDirectory, write_json
 from paceline.storage.addresses import is_address
 from paceline.tasks.facts import geometry_of
@@ -39,73 +37,19 @@ from paceline.trainer.forecast import ReadAhead, measure
 from paceline.trainer.loop import fit
 from paceline.trainer.network import load_initial_weights
 from paceline.trainer.nonfinite import check_outcome, divergence
+from paceline.trainer.result import TrainResult
 from paceline.trainer.run import Run
 from paceline.trainer.run_dir_checks import RunLock
 from paceline.trainer.run_records import digests, summarise
 from paceline.trainer.saving import finish_mirroring, restore
 from paceline.trainer.subject import Options, Reporter, Subject, resumed_recipe
-from paceline.units import counted, format_count, format_metric, metric_title
+from paceline.units import counted, format_count
 from paceline.version import __version__
 from paceline.world import World
 
 _PATIENCE_SECONDS = 5.0
-_MAX_ROWS = 20
 # Parameters of the largest network that is built with values for planning: four hundred megabytes.
 _MAX_BUILT = 100_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """How a run ended.
-
-    Attributes:
-        status: ``completed`` or ``stopped`` (run the same again to resume).
-        run_dir: The run directory.
-        summary: Content of summary.json.
-        was_complete: True if there was nothing left to do.
-    """
-
-    status: str
-    run_dir: Path
-    summary: Summary
-    was_complete: bool = False
-
-    @property
-    def metrics(self) -> Mapping[str, Any]:
-        """The last evaluation's results, with more of them under ``best`` and ``last``."""
-        return self.summary.metrics
-
-    def history(self, kind: str = "evaluation") -> list[dict[str, Any]]:
-        """Return the run's records in order, for ``pandas.DataFrame(result.history())``.
-
-        Args:
-            kind: ``evaluation``, one for each set of weights, or ``step``, one every ``telemetry.log_every``.
-        """
-        return list(read_events(RunDirectory(self.run_dir).events, kinds=(kind,)))
-
-    def _repr_html_(self) -> str:
-        """Show the loss curve and the evaluations in a notebook."""
-        losses = [each["loss"] for each in self.history("step") if each["loss"] is not None]
-        top, width = max([*losses, 1e-9]), 320
-        points = " ".join(
-            f"{width * i / max(len(losses) - 1, 1):.0f},{60 - 60 * loss / top:.1f}" for i, loss in enumerate(losses)
-        )
-        evaluations = self.history()
-        names = [name for name in (evaluations[-1] if evaluations else {}) if name not in NO_METRICS]
-        head = "".join(f"<th>{metric_title(name)}</th>" for name in names)
-        rows = "".join(
-            f"<tr><td>{each['epoch']}</td><td>{each['weights']}</td>"
-            + "".join(f"<td>{'' if each.get(name) is None else format_metric(name, each[name])}</td>" for name in names)
-            + "</tr>"
-            for each in evaluations[-_MAX_ROWS:]
-        )
-        return (
-            f"<p>{self.status.capitalize()} after {format_count(self.summary.step)} steps in "
-            f"<code>{html.escape(str(self.run_dir))}</code></p>"
-            f'<svg width="{width}" height="60" role="img" aria-label="training loss"><polyline points="{points}" '
-            'fill="none" stroke="currentColor"/></svg>'
-            f"<table><tr><th>epoch</th><th>weights</th>{head}</tr>{rows}</table>"
-        )
 
 
 def plan_only(

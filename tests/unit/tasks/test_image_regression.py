@@ -27,13 +27,13 @@ from paceline.data.slices import SampleSlice
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import open_predictor
-from paceline.inference.trained import open_exportable
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
 from paceline.tasks.exportable import Exportable
 from paceline.tasks.image_regression import ImageRegression
 from paceline.tasks.labelling import in_units
 from paceline.tasks.task import build_task
+from paceline.tasks.trained import open_exportable
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.subject import Subject
 from paceline.world import World

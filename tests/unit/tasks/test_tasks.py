@@ -53,10 +53,12 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_public_names_are_there() -> None:
-    assert set(dir(paceline)) == {
-        "ImageClassification", "PacelineError", "Recipe", "Task", "TrainResult", "__version__", "find_lr",
-        "load_recipe", "train",
-    }  # fmt: skip
+    assert {*dir(paceline)} == {*paceline.__all__}
+    assert {"ImageClassification", "PacelineError", "Task", "evaluate", "find_lr", "fit", "train"} <= {
+        *paceline.__all__
+    }
+    for name in paceline.__all__:
+        assert getattr(paceline, name) is not None
 
 
 # -------------------------------------------------------------------------------------- which task
