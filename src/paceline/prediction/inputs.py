@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def prompts_in(predictor: Predictor, inputs: Sequence[Any]) -> list[str]:
 
 
 def pictures_in(predictor: Predictor, inputs: Sequence[Any], left_out: SkippedItems) -> Iterator[PictureFile]:
-    """Yield the files of paths and folders, and pictures and arrays as files, in order.
+    """Return the files of paths and folders, and pictures and arrays as files, in order.
 
     Args:
         predictor: The predictor.
@@ -44,17 +44,22 @@ def pictures_in(predictor: Predictor, inputs: Sequence[Any], left_out: SkippedIt
     Raises:
         DataError: If an input is not one of these, or these weights do not take pictures.
     """
+    found: list[Iterable[PictureFile]] = []
     for is_path, group in groupby(enumerate(inputs), key=lambda each: isinstance(each[1], str | os.PathLike)):
         if is_path:
-            yield from predictor.files([Path(each).expanduser() for _, each in group], left_out)
-            continue
-        for place, value in group:
-            if type(predictor).files is not Predictor.files:
-                raise DataError(
-                    f"inputs[{place}] is a {type(value).__name__}, and the weights are {predictor.holds}, which takes "
-                    "no pictures."
-                )
-            yield PictureFile(Path(f"inputs[{place}]"), partial(bytes, _encoded(value, place)))
+            found.append(predictor.files([Path(each).expanduser() for _, each in group], left_out))
+        else:
+            found.append([_in_memory(predictor, value, place) for place, value in group])
+    return chain.from_iterable(found)
+
+
+def _in_memory(predictor: Predictor, value: Any, place: int) -> PictureFile:
+    if type(predictor).files is not Predictor.files:
+        raise DataError(
+            f"inputs[{place}] is a {type(value).__name__}, and the weights are {predictor.holds}, which takes no "
+            "pictures."
+        )
+    return PictureFile(Path(f"inputs[{place}]"), partial(bytes, _encoded(value, place)))
 
 
 def _encoded(value: Any, place: int) -> bytes:
