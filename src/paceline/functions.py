@@ -79,7 +79,9 @@ class CommandResult:
         return sorted({*super().__dir__(), *self.document})
 
     def __repr__(self) -> str:
-        plain = {name: each for name, each in self.document.items() if isinstance(each, bool | int | float | str)}
+        plain = {
+            name: each for name, each in self.document.items() if each != "" and isinstance(each, int | float | str)
+        }
         shown = [f"{name}={_short(each)}" for name, each in list(plain.items())[:_MOST_SHOWN]]
         shown += ["passed=False"] * (not self.passed and "passed" not in plain)
         return f"{self.command}({', '.join(shown)}{', …' * (len(plain) > _MOST_SHOWN)})"
