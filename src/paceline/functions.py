@@ -79,11 +79,10 @@ class CommandResult:
         return sorted({*super().__dir__(), *self.document})
 
     def __repr__(self) -> str:
-        plain = {
-            name: each for name, each in self.document.items() if each != "" and isinstance(each, int | float | str)
-        }
-        shown = [f"{name}={_short(each)}" for name, each in list(plain.items())[:_MOST_SHOWN]]
-        shown += ["passed=False"] * (not self.passed and "passed" not in plain)
+        found = self.document.items()
+        plain = [(name, each) for name, each in found if isinstance(each, int | float | str) and each != ""]
+        shown = [f"{name}={_short(each)}" for name, each in plain[:_MOST_SHOWN]]
+        shown += ["passed=False"] * (not self.passed and "passed" not in self.document)
         return f"{self.command}({', '.join(shown)}{', …' * (len(plain) > _MOST_SHOWN)})"
 
     def _repr_html_(self) -> str | None:
@@ -161,7 +160,7 @@ def _annotation(name: str, hints: Mapping[str, Any]) -> Any:
     if get_origin(kind) is tuple:
         item = _widened(get_args(kind)[0])
         return item | Sequence[item]  # type: ignore[valid-type]  # a type made at run time
-    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    members: Sequence[Any] = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if kind is str and (shape.recipe or shape.path):
         members = (Path,)
     members = sorted((*members, *((str,) if shape.parse is not None else ())), key=lambda each: each is NoneType)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from paceline.plan import Occasion, Plan
     from paceline.recipe.schedule import Course
     from paceline.recipe.schema import Recipe
-    from paceline.trainer.train import TrainResult
+    from paceline.trainer.result import TrainResult
 
 _MOST_SHOWN = 5
 # A plan does not build larger networks to measure their steps.

@@ -37,7 +37,7 @@ from paceline.trainer.forecast import ReadAhead, measure
 from paceline.trainer.loop import fit
 from paceline.trainer.network import load_initial_weights
 from paceline.trainer.nonfinite import check_outcome, divergence
-from paceline.trainer.result import TrainResult
+from paceline.trainer.result import TrainResult as TrainResult  # noqa: PLC0414  # `fit` imports it from here
 from paceline.trainer.run import Run
 from paceline.trainer.run_dir_checks import RunLock
 from paceline.trainer.run_records import digests, summarise
