@@ -196,7 +196,7 @@ def evaluation(samples: int, _: Path) -> Facts:
     import torch
 
     from paceline.metrics.accumulator import Accumulator, Metric
-    from paceline.metrics.auc import RankedScores
+    from paceline.metrics.multilabel import RankedScores
 
     sums = Accumulator((Metric(name="loss"), Metric(name="top1_accuracy", scale=100.0)), torch.device("cpu"))
     scores = RankedScores()
@@ -274,7 +274,9 @@ ROWS = {
     "report": Row(
         "report of N step records", (10**4, 10**5, 10**6), report, make_records, ("paceline.reports.html.page",)
     ),
-    "evaluation": Row("evaluation of N samples", (10**5, 10**6, 10**7), evaluation, loads=("paceline.metrics.auc",)),
+    "evaluation": Row(
+        "evaluation of N samples", (10**5, 10**6, 10**7), evaluation, loads=("paceline.metrics.multilabel",)
+    ),
     "check-data": Row(
         "check of N small files", (10**4, 10**5, 10**6), check_data, make_images, ("paceline_data.inspect.check",)
     ),

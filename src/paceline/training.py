@@ -25,9 +25,9 @@ from paceline.records.run_directory import RunDirectory, default_run_directory, 
 from paceline.references import trusting_code
 from paceline.reports.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
-from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.carried import CARRIED_VARIABLE, Carried
 from paceline.trainer.first_recipe import recipe_for_data
+from paceline.trainer.listeners import Callbacks
 from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.result import TrainResult
 from paceline.trainer.run_dir_checks import has_trained

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from paceline.errors import RecipeError
-from paceline.optim.schedules import Schedules, Settings
-from paceline.plan.rates import LearningRate
+from paceline.plan.rates import LearningRate, Schedules, Settings
 
 _TRIED_STEPS = 100_000
 

@@ -17,23 +17,22 @@ from torch import Tensor, nn
 
 from paceline.data.batch import Batch, Nested, joined_along_samples, mapped
 from paceline.data.image.pipeline import ImagePipeline, OpenedSplit, share_of_cores
-from paceline.data.image.reading import ReadFailure
-from paceline.data.loaders.pytorch import LoaderBackend
+from paceline.data.loaders.pytorch import LoaderBackend, ReadFailure
 from paceline.data.objects.keyed import KeyedReader
 from paceline.data.objects.purity import Reading, read_again
 from paceline.data.objects.samples import Samples, take_apart
 from paceline.data.pipeline import Pipeline, Placement, identity
 from paceline.data.slices import SampleSlice, SampleWeights, first_samples
 from paceline.errors import DataError, ModelError, RecipeError
-from paceline.escaping import one_line
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import NamedMetrics
 from paceline.optim.own import OwnSchedules, own_optimizer, scheduled_twin
-from paceline.optim.schedules import Schedules
+from paceline.plain_text import one_line
 from paceline.plan import DataFacts, Plan
-from paceline.recipe.optimizer import Optimizer
+from paceline.plan.rates import Schedules
 from paceline.recipe.schema import Recipe
+from paceline.recipe.training import Optimizer
 from paceline.recipe.unused import all_but
 from paceline.references import is_reference, load_reference
 from paceline.tasks.task import Model, Task

@@ -29,12 +29,12 @@ from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import NamedMetrics
 from paceline.optim.build import build_optimizer, build_schedules
-from paceline.optim.schedules import Schedules
 from paceline.plan import DataFacts, Plan
+from paceline.plan.rates import Schedules
 from paceline.recipe.model import Model as ModelSection
-from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.running import Evaluate
 from paceline.recipe.schema import Recipe
+from paceline.recipe.training import Optimizer
 from paceline.records.events import StepEvent
 from paceline.references import call_reference, is_ours
 from paceline.registry import load

@@ -17,7 +17,7 @@ from types import ModuleType
 
 from paceline.errors import RecipeError
 from paceline.references import is_ours
-from paceline.trainer.callbacks import Callbacks
+from paceline.trainer.listeners import Callbacks
 from paceline.trainer.subject import TaskMaker
 
 CARRIED_VARIABLE = "PACELINE_CARRIED"

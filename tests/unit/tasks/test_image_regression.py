@@ -22,7 +22,7 @@ from paceline.checkpoint.weights import read_weights
 from paceline.cli.predict import Predict
 from paceline.data.batch import Batch
 from paceline.data.image.datasets import open_dataset
-from paceline.data.image.sets.discs import draw_discs
+from paceline.data.image.sets.synthetic import draw_discs
 from paceline.data.slices import SampleSlice
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError
 from paceline.inference.export import ExportRequest, export

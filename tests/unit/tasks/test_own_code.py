@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from paceline.models.precision import in_float32
 from torch import Tensor, nn
 
 import paceline
@@ -20,7 +21,6 @@ from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.distributed.local_launch import report_error
 from paceline.errors import ModelError, PacelineError, RecipeError, RunDirectoryError
 from paceline.metrics.accumulator import Metric
-from paceline.models.autocast import in_float32
 from paceline.plan import DataFacts, MachineFacts
 from paceline.recipe.load import load_recipe
 from paceline.recipe.unused import all_but

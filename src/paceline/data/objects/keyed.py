@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from paceline.data.batch import Batch, Nested
-from paceline.data.image.reading import ReadFailure
+from paceline.data.loaders.pytorch import ReadFailure
 from paceline.data.objects.parts import parts_of
 from paceline.data.objects.samples import Columns, Samples
 from paceline.data.random_draws import derive_seed

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from paceline.data.batch import Batch
-from paceline.data.image.reading import ReadFailure
+from paceline.data.loaders.pytorch import ReadFailure
 from paceline.data.objects.keyed import KeyedReader, kept_generators, seed_generators
 from paceline.data.objects.samples import Samples, take_apart
 from paceline.data.slices import first_samples
