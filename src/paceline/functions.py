@@ -79,9 +79,10 @@ class CommandResult:
         return sorted({*super().__dir__(), *self.document})
 
     def __repr__(self) -> str:
-        plain = {name: each for name, each in self.document.items() if isinstance(each, bool | int | float | str)}
-        shown = [f"{name}={_short(each)}" for name, each in list(plain.items())[:_MOST_SHOWN]]
-        shown += ["passed=False"] * (not self.passed and "passed" not in plain)
+        found = self.document.items()
+        plain = [(name, each) for name, each in found if isinstance(each, int | float | str) and each != ""]
+        shown = [f"{name}={_short(each)}" for name, each in plain[:_MOST_SHOWN]]
+        shown += ["passed=False"] * (not self.passed and "passed" not in self.document)
         return f"{self.command}({', '.join(shown)}{', …' * (len(plain) > _MOST_SHOWN)})"
 
     def _repr_html_(self) -> str | None:
@@ -159,11 +160,11 @@ def _annotation(name: str, hints: Mapping[str, Any]) -> Any:
     if get_origin(kind) is tuple:
         item = _widened(get_args(kind)[0])
         return item | Sequence[item]  # type: ignore[valid-type]  # a type made at run time
-    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    members: Sequence[Any] = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if kind is str and (shape.recipe or shape.path):
         members = (Path,)
-    every = sorted((*members, *((str,) if shape.parse is not None else ())), key=lambda each: each is NoneType)
-    return functools.reduce(operator.or_, map(_widened, every))
+    members = sorted((*members, *((str,) if shape.parse is not None else ())), key=lambda each: each is NoneType)
+    return functools.reduce(operator.or_, map(_widened, members))
 
 
 def _widened(kind: Any) -> Any:
