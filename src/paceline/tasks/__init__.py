@@ -1,0 +1,1 @@
+"""Tasks: what is learned. The interface, and the image tasks."""
