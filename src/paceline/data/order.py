@@ -27,7 +27,7 @@ from paceline.data.balance import (
     even_bounds,
     partition_costs,
 )
-from paceline.data.class_balance import ClassDraws, sampled_order
+from paceline.data.class_sampling import ClassDraws, sampled_order
 from paceline.data.keyed_order import KeyedOrder
 from paceline.data.slices import SampleIds, SampleShapes, SampleSlice, SampleWeights
 from paceline.plan.epochs import SORTED_AT_MOST, Epochs
