@@ -95,8 +95,8 @@ class Schedule:
     minus the square root of the time (Hägele et al. 2024)."""
     noise: RateNoise = RateNoise()
     """Noise on the learning rate."""
-    momentum: Annotated[Course, Needs(("optimizer.name!=adafactor",), "adafactor has no momentum")] = Course()
-    """Momentum, or the first of the betas."""
+    momentum: Annotated[Course, Needs(("an optimizer with momentum",), "{optimizer} has no momentum")] = Course()
+    """Momentum, or the first of the betas, of an optimizer that has either."""
     weight_decay: Course = Course()
     """Weight decay."""
 
