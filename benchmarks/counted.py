@@ -24,15 +24,14 @@ from torch.utils.data import DistributedSampler
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import resnet50
 
-from paceline.data.image.augmentation import Box
 from paceline.data.image.decode import LazyImage
-from paceline.data.image.transforms import resized_part
+from paceline.data.image.transforms import Box, resized_part
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.devices import DEVICES
-from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.lecture_net import lecture_net
 from paceline.models.recompute import recompute_blocks
 from paceline.models.small_resnet import small_resnet
+from paceline.optim.build import ExponentialMovingAverage
 from paceline.world import World
 from paceline_advisor.formulas.network import allocated_bytes, tile_overhead, training_state_bytes, zero_bytes
 from paceline_advisor.formulas.roofline import convolution_intensity, gemm_intensity, ridge_point

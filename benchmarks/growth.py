@@ -45,7 +45,7 @@ class Row:
     sizes: tuple[int, int, int]
     measure: Callable[[int, Path], Facts]
     prepare: Callable[[int, Path], object] | None = None
-    loads: tuple[str, ...] = ("paceline.report.audit",)
+    loads: tuple[str, ...] = ("paceline.reports.audit",)
     state_bytes: int = 0
 
 
@@ -114,7 +114,7 @@ def make_audited(samples: int, folder: Path) -> None:
 
 def audit(samples: int, folder: Path) -> Facts:
     """Audit that run."""
-    from paceline.report.audit import audit_run
+    from paceline.reports.audit import audit_run
 
     begun = time.perf_counter()
     found = audit_run(folder / "run")
@@ -180,8 +180,9 @@ def make_records(count: int, folder: Path) -> None:
 
 def report(_: int, folder: Path) -> Facts:
     """Read the records and write the report."""
+    from paceline.reports.html.page import write_report
+
     from paceline.records.reader import read_events
-    from paceline.report.html.page import write_report
 
     begun = time.perf_counter()
     count = sum(1 for _ in read_events(folder / "run" / "events.jsonl"))
@@ -196,7 +197,7 @@ def evaluation(samples: int, _: Path) -> Facts:
     import torch
 
     from paceline.metrics.accumulator import Accumulator, Metric
-    from paceline.metrics.auc import RankedScores
+    from paceline.metrics.multilabel import RankedScores
 
     sums = Accumulator((Metric(name="loss"), Metric(name="top1_accuracy", scale=100.0)), torch.device("cpu"))
     scores = RankedScores()
@@ -272,9 +273,11 @@ ROWS = {
         "plan for N ranks", (1, 64, 4096), plan, loads=("paceline.data.order", "paceline.plan", "paceline.recipe.load")
     ),
     "report": Row(
-        "report of N step records", (10**4, 10**5, 10**6), report, make_records, ("paceline.report.html.page",)
+        "report of N step records", (10**4, 10**5, 10**6), report, make_records, ("paceline.reports.html.page",)
     ),
-    "evaluation": Row("evaluation of N samples", (10**5, 10**6, 10**7), evaluation, loads=("paceline.metrics.auc",)),
+    "evaluation": Row(
+        "evaluation of N samples", (10**5, 10**6, 10**7), evaluation, loads=("paceline.metrics.multilabel",)
+    ),
     "check-data": Row(
         "check of N small files", (10**4, 10**5, 10**6), check_data, make_images, ("paceline_data.inspect.check",)
     ),

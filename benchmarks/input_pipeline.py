@@ -76,7 +76,7 @@ def _threads(setting: Setting) -> Iterator[int]:
     """The same reader in threads of one process, each with a batch of its own, handed over in order."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from paceline.data.image.reading import SliceReader
+    from paceline.data.loaders.pytorch import SliceReader
 
     source, view, slices = _source(setting)
     reader = SliceReader(source, view)
@@ -108,9 +108,8 @@ def ceilings(setting: Setting) -> dict[str, float]:
     """Processor time of single steps, in milliseconds per image, on the contenders' files."""
     import torch
 
-    from paceline.data.image.augmentation import Box, draw, random_resized_box
     from paceline.data.image.decode import LazyImage, read_file
-    from paceline.data.image.transforms import resized_part
+    from paceline.data.image.transforms import Box, draw, random_resized_box, resized_part
     from paceline.recipe.data import Augment
 
     torch.set_num_threads(1)

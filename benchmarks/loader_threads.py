@@ -22,10 +22,9 @@ import torch
 from hardware import spread, write_result
 from loader_processes import AUGMENT, photographs
 
-from paceline.data.image.reading import SliceReader
 from paceline.data.image.source import FileSource
 from paceline.data.image.transforms import View
-from paceline.data.loaders.pytorch import PytorchBackend
+from paceline.data.loaders.pytorch import PytorchBackend, SliceReader
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import prefetch_map
 from paceline.world import World

@@ -14,19 +14,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from paceline.models.precision import Precision
 from torch import Tensor, nn
 
 from paceline.data.batch import Batch, mapped
 from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
-from paceline.models.ema import ExponentialMovingAverage
-from paceline.optim.build import Clipping, build_optimizer
+from paceline.optim.build import Clipping, ExponentialMovingAverage, build_optimizer
 from paceline.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, fixed_batch, largest_micro_batch
 from paceline.trainer.network import build_network
-from paceline.trainer.precision import Precision
 from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.subject import Subject
 from paceline.world import World

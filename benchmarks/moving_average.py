@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.lecture_net import lecture_net
+from paceline.optim.build import ExponentialMovingAverage
 
 CASES: dict[str, tuple[Any, int, int]] = {
     "lecture_net, batch 4": (lambda: lecture_net(10), 4, 32),

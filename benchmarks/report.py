@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 import torch
 begun = time.process_time()
-from paceline.report.html.page import write_report
+from paceline.reports.html.page import write_report
 report = write_report([Path(sys.argv[1])])
 print(time.process_time() - begun, report.path.stat().st_size)
 """

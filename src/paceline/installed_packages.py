@@ -20,7 +20,7 @@ from typing import Any
 
 from paceline.files import TOO_FRESH_NS, remember
 from paceline.machine import cache_folder
-from paceline.plain_json import load_json
+from paceline.plain_text import load_json
 from paceline.version import __version__
 
 _FORMAT = 1

@@ -61,7 +61,7 @@ Kind = Literal[
 _SCHEDULES = ("constant", "step", "linear", "cosine", "cyclic", "polynomial", "exponential", "one_cycle", "trapezoid")
 _BUILT_IN: dict[Kind, dict[str, str]] = {
     "optimizers": {name: rule.reference for name, rule in RULES.items()},
-    "schedules": {name: f"paceline.optim.schedules:{name}" for name in _SCHEDULES},
+    "schedules": {name: f"paceline.plan.rates:{name}" for name in _SCHEDULES},
     "losses": {
         "cross_entropy": "torch.nn:CrossEntropyLoss",
         "bce": "torch.nn:BCEWithLogitsLoss",

@@ -23,10 +23,10 @@ from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, 
 from paceline.records.reader import beyond_until, read_summary
 from paceline.records.run_directory import RunDirectory, default_run_directory, existing_run
 from paceline.references import trusting_code
-from paceline.report.html.page import report_at_the_end
+from paceline.reports.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
-from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.first_recipe import recipe_for_data
+from paceline.trainer.listeners import Callbacks
 from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.run_dir_checks import has_trained
 from paceline.trainer.subject import Options, TaskMaker

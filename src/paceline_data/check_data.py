@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
+from paceline.plain_text import one_line
 
 from paceline.command import Log, Overrides, Shape, command
-from paceline.escaping import one_line
 from paceline.pages.shown import Document, Result, Shown
 from paceline.units import counted
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import yaml
+from paceline.tasks.trained import open_exportable
 from torch import Tensor
 
 from paceline.checkpoint.durable import hash_file
@@ -22,7 +23,6 @@ from paceline.checkpoint.state import strip_wrapper_prefix
 from paceline.checkpoint.weights import ROUNDED, SavedWeights, weights_sha256
 from paceline.errors import ModelError, RecipeError, RunDirectoryError
 from paceline.inference.export import ExportRequest, file_metadata, rounded, write_tensors
-from paceline.inference.trained import open_exportable
 from paceline.models.build import HUB, hub_network
 from paceline.recipe.model import Model
 from paceline.records.events import for_display

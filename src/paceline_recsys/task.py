@@ -19,7 +19,7 @@ from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.metrics.accumulator import Collector, Metric
-from paceline.metrics.auc import RankedScores, area_under_curve
+from paceline.metrics.multilabel import RankedScores, area_under_curve
 from paceline.plan import DataFacts
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task

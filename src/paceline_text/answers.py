@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from paceline.plain_text import load_json
 from torch import Tensor, nn
 
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.image.decode import BrokenImageError
 from paceline.errors import DataError, NotFiniteError, RecipeError
 from paceline.files import SkippedItems, has_extension, refuse_special_inputs
-from paceline.plain_json import load_json
 from paceline.prediction.predictor import GENERATION, NOT_FINITE, Answer, Predictor, Prompt, Reply
 from paceline.prediction.sources import PictureFile
 from paceline.recipe.data import Text

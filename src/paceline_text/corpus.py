@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from paceline.plain_text import load_json
 
 from paceline.data.image.dataset import stratified_split
 from paceline.errors import DataError
 from paceline.files import refuse_special_inputs
-from paceline.plain_json import load_json
 from paceline_text.tokenizer import TokenIds, Tokenizer, text_digest, tokenizer_from
 
 IGNORED_TARGET = -100

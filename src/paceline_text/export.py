@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paceline.tasks.trained import open_exportable
 from torch import Tensor
 
 from paceline.checkpoint.format import write_tensor_file
@@ -16,7 +17,6 @@ from paceline.checkpoint.hub_folder import CONFIG, WEIGHTS
 from paceline.checkpoint.weights import ADAPTER_PARTS, SavedWeights
 from paceline.errors import ModelError, RecipeError
 from paceline.inference.export import ExportRequest, file_metadata, write_tensors
-from paceline.inference.trained import open_exportable
 from paceline.models.adapters import trained_layers
 from paceline.tasks.exportable import Exportable
 from paceline_text.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_from

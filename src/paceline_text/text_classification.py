@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from paceline.plain_text import one_form
 from torch import nn
 
 from paceline.checkpoint.weights import SavedWeights
@@ -17,7 +18,6 @@ from paceline.data.class_sampling import SampleClasses
 from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline.dataset_registry import DatasetNames
-from paceline.escaping import one_form
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import absent_classes

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from paceline.plain_text import load_json
 
 from paceline.errors import DataError
 from paceline.files import refuse_special_inputs
-from paceline.plain_json import load_json
 from paceline.storage.hub import model_files
 
 TokenIds = NDArray[np.int64]

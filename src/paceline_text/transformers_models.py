@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from paceline.plain_text import load_json
 from torch import Tensor, nn
 
 from paceline.classifier import classifier_layers
 from paceline.errors import ModelError, did_you_mean
 from paceline.models.adapters import PartlyNew
 from paceline.models.factories import mix_in
-from paceline.plain_json import load_json
 from paceline.recipe.model import OPENING_OPTIONS, Model
 from paceline.storage.hub import model_files
 

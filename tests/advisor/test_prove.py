@@ -22,8 +22,8 @@ from paceline.recipe.load import load_recipe
 from paceline.tasks.task import Task, build_task
 from paceline.world import World
 from paceline_advisor.commands import Prove
+from paceline_advisor.prove.evidence import difference
 from paceline_advisor.prove.recorder import REFERENCE, Recorder, RecorderConfig
-from paceline_advisor.prove.reference import difference
 from paceline_advisor.prove.runs import Sizes, shortened, unproved_settings
 from paceline_advisor.prove.study import prove
 

@@ -23,8 +23,8 @@ import paceline.trainer.step as step
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.metrics.accumulator import Accumulator
-from paceline.models.ema import ExponentialMovingAverage as Average
 from paceline.models.small_resnet import small_resnet
+from paceline.optim.build import ExponentialMovingAverage as Average
 from paceline.plan.epochs import Epochs
 from paceline.plan.rates import LearningRate
 

@@ -16,7 +16,7 @@ from PIL import Image
 from run_directories import newest_weights, rewrite_weights
 
 from paceline.cli.commands import command_of
-from paceline.recipe.named_code import CODE_KEYS, TRAINING_CODE_KEYS
+from paceline.recipe.schema import CODE_KEYS, TRAINING_CODE_KEYS
 
 MODULE = """
 from pathlib import Path

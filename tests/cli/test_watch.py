@@ -21,7 +21,7 @@ SOURCES = Path(__file__).parents[2] / "src"
 
 
 # A machine with other work may take a minute to start a killed run again.
-PATIENT = "import sys\nfrom paceline.cli.main import main\nfrom paceline.report import watch\n"
+PATIENT = "import sys\nfrom paceline.cli.main import main\nfrom paceline.reports import watch\n"
 PATIENT += "watch.GONE_SECONDS = 600.0\nsys.exit(main())"
 
 

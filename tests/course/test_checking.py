@@ -108,7 +108,7 @@ def test_timeout_ends_all_processes(lab: Lab, student: Student, source: str) -> 
 
 def test_what_a_cell_prints_is_not_kept(lab: Lab, student: Student) -> None:
     source = """
-from paceline.telemetry.memory import peak_resident_bytes
+from paceline.telemetry.clock import peak_resident_bytes
 for _ in range(200):
     print("x" * 10**7)
 assert peak_resident_bytes() < 10**9, peak_resident_bytes()

@@ -26,9 +26,8 @@ from paceline.units import Duration
 from paceline_advisor.bench.interleaved import recipe_for_timing
 from paceline_advisor.clusters import Cluster, Link
 from paceline_advisor.formulas.parallel_step import Host, ParallelConfig, Prediction, predict
-from paceline_advisor.scaling.here import measure, probe
 from paceline_advisor.scaling.network import describe
-from paceline_advisor.scaling.room import Share
+from paceline_advisor.scaling.room import Share, measure, probe
 from paceline_advisor.scaling.study import fabric_of
 
 sys.path.append(str(Path(__file__).parent))

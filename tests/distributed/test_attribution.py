@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from calls import Call
-
-from paceline.report.attribution import Attribution, attribute_run
+from paceline.reports.attribution import Attribution, attribute_run
 
 pytestmark = [pytest.mark.thorough, pytest.mark.world_size(2)]
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from calls import Call
+from paceline.reports.audit import audit_run, used_samples
 from sklearn.utils.class_weight import compute_class_weight
 
 import paceline
@@ -25,7 +26,6 @@ from paceline.data.pipeline import Placement
 from paceline.errors import RecipeError
 from paceline.recipe.load import load_recipe
 from paceline.records.ledger import LedgerWriter
-from paceline.report.audit import audit_run, used_samples
 from paceline.tasks.facts import geometry_of
 from paceline.tasks.task import build_task
 from paceline.trainer.subject import Subject

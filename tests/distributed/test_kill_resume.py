@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 from calls import Call
 from own_networks import DIES, OWN, network_that
+from paceline.reports.audit import used_samples
 
 from paceline.records.ledger import LedgerEntry, LedgerWriter
-from paceline.report.audit import used_samples
 
 pytestmark = pytest.mark.world_size(2)
 

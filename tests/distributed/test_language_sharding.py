@@ -28,7 +28,7 @@ WeightInitializer.__call__ = filled
 """
 # Each process tells of the weights whose 16-bit copies its backward pass makes again, instead of keeping them.
 RECASTING = """
-from paceline.trainer import precision
+from paceline.models import precision
 
 def packed(tensor, pack=precision._packed):
     found = pack(tensor)

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from calls import Call
-
-from paceline.report.audit import used_samples
+from paceline.reports.audit import used_samples
 
 pytestmark = [pytest.mark.world_size(2), pytest.mark.slow]
 

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from calls import Call
+from paceline.reports.audit import used_samples
 from PIL import Image
-
-from paceline.report.audit import used_samples
 
 # Without BatchNorm, which sees only a rank's own samples, and so small that one sample is a batch.
 PLAIN = """

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.reports.attribution import attribute_run
 
 import paceline
 from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_events
-from paceline.report.attribution import attribute_run
 from paceline.telemetry.display import Display
 from paceline.telemetry.meter import PHASES
 from paceline.trainer.train import Options, train_recipe

@@ -7,8 +7,7 @@ import time
 import pytest
 import torch
 
-from paceline.telemetry.clock import build_step_clock
-from paceline.telemetry.memory import peak_memory_bytes
+from paceline.telemetry.clock import build_step_clock, peak_memory_bytes
 
 
 def busy(matrix: torch.Tensor, times: int) -> None:

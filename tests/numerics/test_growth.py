@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from calls import Call
+from paceline.reports.audit import audit_run, used_samples
 from torch import nn
 
 from paceline.data.order import epoch_order
 from paceline.errors import PacelineError
 from paceline.models.small_resnet import small_resnet
-from paceline.report.audit import audit_run, used_samples
 
 SEED, SAMPLES, MICRO = 3, 52, 16
 SIZES = {0: 16, 1: 32, 2: 48, 3: 16}

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from calls import Call
+from paceline.reports.audit import audit_run
 from PIL import Image
 
 import paceline
 from paceline.records.reader import read_plan
 from paceline.records.run_directory import RunDirectory
-from paceline.report.audit import audit_run
 from paceline_data.packing.pack import Request, pack
 
 pytest.importorskip("pyarrow")

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from calls import Call
+from paceline.reports.audit import audit_run
 
 from paceline.data.batch import Batch
 from paceline.recipe.load import load_recipe
 from paceline.references import trusting_code
-from paceline.report.audit import audit_run
 
 STEPS = 7
 # Everything that could carry hidden state at once. 52 samples in batches of 16: every fourth step is a tail of 4.

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from calls import Call
+from paceline.reports.audit import audit_run
 
 import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry, epoch_order
-from paceline.report.audit import audit_run
 from paceline.world import World
 from paceline_text.language_modeling import LanguageModeling
 

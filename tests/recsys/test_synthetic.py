@@ -7,7 +7,7 @@ import pytest
 
 from paceline.data.slices import SampleIds
 from paceline.errors import RecipeError
-from paceline.metrics.auc import area_under_curve
+from paceline.metrics.multilabel import area_under_curve
 from paceline.recipe.data import Clicks, Data
 from paceline_recsys.dataset import ClickRows, hold_in_memory
 from paceline_recsys.sets.synthetic import SyntheticClicks, open_clicks

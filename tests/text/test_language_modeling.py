@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from paceline.reports.audit import audit_run
+from paceline.tasks.trained import open_exportable
 
 from paceline.checkpoint.format import write_tensor_file
 from paceline.checkpoint.weights import read_weights
@@ -18,10 +20,8 @@ from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.errors import PacelineError
 from paceline.inference.predict import open_predictor
-from paceline.inference.trained import open_exportable
 from paceline.prediction.predictor import Prompt
 from paceline.recipe.load import load_recipe
-from paceline.report.audit import audit_run
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from calls import output_of
+from paceline.reports.audit import audit_run
 from tiny_text import tagged, tokenizer_folder, write_lines
 
 from paceline.checkpoint.weights import read_weights
@@ -31,7 +32,6 @@ from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import open_predictor
 from paceline.recipe.data import Data, Text
 from paceline.recipe.load import load_recipe
-from paceline.report.audit import audit_run
 from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World

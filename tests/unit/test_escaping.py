@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
-
-from paceline.escaping import csv_cell, one_line, printable, text_of_cell
+from paceline.plain_text import csv_cell, one_line, printable, text_of_cell
 
 HOSTILE = {
     "colour": "\x1b[31mred\x1b[0m",

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
+from paceline.plain_text import load_json
 
 from paceline.errors import RecipeError
-from paceline.plain_json import load_json
 from paceline.plain_yaml import load_plain
 from paceline.recipe.load import load_recipe, stored_recipe, to_yaml
 from paceline.recipe.schema import Recipe

@@ -21,7 +21,7 @@ from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import fixed_batch, largest_micro_batch, with_placeholder_data
 from paceline.trainer.fake_step import fake_step
 from paceline.world import World
-from paceline_advisor.memory.replay import peak_of
+from paceline_advisor.memory.job import peak_of
 from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP, trace_step, trace_steps
 from paceline_vision.detection.networks import SmallPyramid, small_fasterrcnn
 

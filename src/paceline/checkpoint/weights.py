@@ -20,8 +20,7 @@ from paceline.checkpoint.manifest import check_sizes, read_weights_file
 from paceline.checkpoint.state import adapt_weights, check_inventory
 from paceline.checkpoint.store import CheckpointStore, retry_if_replaced, step_of
 from paceline.errors import CheckpointError, NotFiniteError
-from paceline.escaping import one_line
-from paceline.plain_json import load_json
+from paceline.plain_text import load_json, one_line
 from paceline.records.reader import read_identity, recorded_runs, recorded_step
 from paceline.records.run_directory import RunDirectory, no_run_message
 from paceline.references import is_ours

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import click
 from annotated_types import Ge, Gt, Le, Lt
 
-from paceline.cli.completion import overrides, recipes
+from paceline.cli.derive import overrides, recipes
 from paceline.cli.options import (
     TRUST_CODE,
     FiniteRange,

@@ -16,8 +16,8 @@ from paceline.pages.shown import Document, Result, Shown
 from paceline.plain_yaml import yaml_line
 from paceline.recipe import layers, reference
 from paceline.recipe.fields import Names, plain
+from paceline.recipe.layers import with_new_names
 from paceline.recipe.load import load_recipe, shipped_recipes
-from paceline.recipe.other_names import with_new_names
 from paceline.recipe.reference import Key
 from paceline.recipe.schema import Recipe
 from paceline.registry import installed

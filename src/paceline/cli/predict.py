@@ -16,9 +16,9 @@ from paceline.cli.options import refuse_unused
 from paceline.cli.output import echo, print_json, store_verdict
 from paceline.command import Best, Shape, Target, TrustCode, Weights, command
 from paceline.errors import DataError
-from paceline.escaping import one_line, utf8
 from paceline.files import SkippedItems
 from paceline.loading import loading
+from paceline.plain_text import one_line, utf8
 from paceline.recipe.load import load_recipe
 
 if TYPE_CHECKING:

@@ -39,12 +39,12 @@ class Report:
     def run(self, _: Log) -> Result:
         """Write the page, or read the timing."""
         if not self.timing:
-            from paceline.report.html.page import write_report
+            from paceline.reports.html.page import write_report
 
             return write_report(self.runs, self.output)
         if len(self.runs) > 1 or self.output is not None:
             raise click.UsageError("--timing prints the timing of one run and writes no page: give one RUN alone.")
-        from paceline.report.attribution import attribute_run
+        from paceline.reports.attribution import attribute_run
 
         return attribute_run(self.runs[0])
 
@@ -62,6 +62,6 @@ class Audit:
 
     def run(self, _: Log) -> Result:
         """Audit the run."""
-        from paceline.report.audit import audit_run
+        from paceline.reports.audit import audit_run
 
         return audit_run(self.run_dir)

@@ -32,7 +32,7 @@ from paceline.errors import PacelineError, RunDirectoryError, StoppedError
 from paceline.loading import loading
 from paceline.machine import available_cores
 from paceline.recipe.load import PATH_KEYS, LoadedRecipe, is_data, load_recipe, shipped_recipes, to_tree
-from paceline.recipe.named_code import named_code
+from paceline.recipe.schema import named_code
 from paceline.records.reader import beyond_until, read_environment, read_plan
 from paceline.records.run_directory import RunDirectory, existing_run
 from paceline.references import trusting_code
@@ -42,8 +42,8 @@ from paceline.world import COMMAND_VARIABLE
 if TYPE_CHECKING:
     from paceline.distributed.local_launch import Restarts
     from paceline.plan import Occasion, Plan
-    from paceline.recipe.schedule import Course
     from paceline.recipe.schema import Recipe
+    from paceline.recipe.training import Course
     from paceline.trainer.train import TrainResult
 
 _MOST_SHOWN = 5
@@ -173,7 +173,7 @@ class Train:
 
 def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json: bool) -> int:
     with loading():
-        from paceline.report.html.page import report_at_the_end
+        from paceline.reports.html.page import report_at_the_end
         from paceline.telemetry.display import choose_display
         from paceline.trainer.subject import Options
         from paceline.trainer.train import train_recipe

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.files import TOO_FRESH_NS, remember
 from paceline.machine import cache_folder
-from paceline.plain_json import load_json
+from paceline.plain_text import load_json
 
 Arrays = dict[str, NDArray[Any]]
 Stamp = tuple[int, int, int, int]

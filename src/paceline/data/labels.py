@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import DataError
-from paceline.escaping import one_form, quoted, utf8
-from paceline.plain_json import load_json
+from paceline.plain_text import load_json, one_form, quoted, utf8
 
 Ids = NDArray[np.int64]
 

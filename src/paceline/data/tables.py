@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 
 from paceline.data.splits import SPLIT_NAMES, TRAIN, UNREAD_SPLITS, held_out_among, split_of, unread_splits
 from paceline.errors import DataError, did_you_mean
-from paceline.escaping import utf8
 from paceline.files import SkippedItems, has_extension, list_files, refuse_archive, refuse_special_inputs
-from paceline.plain_json import load_json
+from paceline.plain_text import load_json, utf8
 
 Format = Literal["csv", "jsonl", "parquet", "arrow"]
 FORMATS: dict[str, Format] = {"csv": "csv", "tsv": "csv", "tab": "csv", "jsonl": "jsonl", "parquet": "parquet"}

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
+from paceline.distributed.collectives import ExitOnSignal, block_stop_signals
 from paceline.distributed.environment import Launch
-from paceline.distributed.waiting import ExitOnSignal, block_stop_signals
 from paceline.errors import LaunchError, OtherProcessError, PacelineError
 from paceline.world import World
 

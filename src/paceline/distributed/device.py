@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.distributed.affinity import CoreAssignment
+from paceline.distributed.device import CoreAssignment
 from paceline.errors import RecipeError
 from paceline.machine import available_cores, cpu_name, memory_bytes
 from paceline.plan import MachineFacts

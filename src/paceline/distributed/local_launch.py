@@ -33,7 +33,7 @@ from paceline.errors import (
     RunDirectoryError,
     TrainingError,
 )
-from paceline.escaping import one_line, printable
+from paceline.plain_text import one_line, printable
 from paceline.processes import LOADER_GRACE_SECONDS, Child, ProcessGroup, WaitResult, received_signals
 from paceline.storage.addresses import redact_secrets
 from paceline.world import COMMAND_VARIABLE, STOP_SIGNALS

@@ -26,9 +26,9 @@ from paceline.inference.atomic_output import check_output, put_in_place
 from paceline.inference.export_onnx import QuantizationResult, calibration_images, need_onnx, quantised, write_onnx
 from paceline.inference.formats import formats
 from paceline.inference.program import InBfloat16, preprocessing, write_program
-from paceline.inference.trained import open_exportable
 from paceline.recipe.load import Overrides
 from paceline.tasks.exportable import Exportable
+from paceline.tasks.trained import open_exportable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,13 +24,13 @@ from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import evaluation_image
 from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError
-from paceline.escaping import one_form
 from paceline.inference.onnx_predictor import OUTPUT, onnx_session
 from paceline.inference.program import first_line
-from paceline.inference.trained import trained_task
+from paceline.plain_text import one_form
 from paceline.recipe.load import Overrides, set_by, stored_recipe
-from paceline.recipe.named_code import refuse_foreign_code
+from paceline.recipe.schema import refuse_foreign_code
 from paceline.tasks.exportable import Exportable
+from paceline.tasks.trained import trained_task
 
 _LARGEST_BYTES = 1_900_000_000  # protobuf's limit is 2 GiB for a single file
 _LIBRARIES = ("onnx", "onnxruntime", "onnxscript")

@@ -9,10 +9,10 @@ import torch
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, DataError
 from paceline.inference.onnx_predictor import OnnxPredictor
-from paceline.inference.trained import TaskMaker, trained_recipe, trained_task
 from paceline.prediction.predictor import Predictor
 from paceline.tasks.labelling import TrainedLabeller
 from paceline.tasks.own_code import refused
+from paceline.tasks.trained import TaskMaker, trained_recipe, trained_task
 
 
 def load_predictor(

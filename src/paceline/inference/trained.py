@@ -8,8 +8,7 @@ from dataclasses import replace
 from paceline.checkpoint.weights import SavedWeights
 from paceline.errors import RecipeError
 from paceline.recipe.load import stored_recipe
-from paceline.recipe.named_code import refuse_foreign_code
-from paceline.recipe.schema import Recipe
+from paceline.recipe.schema import Recipe, refuse_foreign_code
 from paceline.references import is_reference, is_same_class
 from paceline.registry import built_in, name_of
 from paceline.storage.addresses import is_address

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.metrics.accumulator import Metric
-from paceline.metrics.auc import GatheredScores, ScoredPart
+from paceline.metrics.multilabel import GatheredScores, ScoredPart
 
 MULTILABEL_METRICS = tuple(
     Metric(name=name, higher_is_better=True, is_collected=True) for name in ("map", "macro_f1", "micro_f1")

@@ -29,7 +29,7 @@ from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import small_resnet
 from paceline.models.speed_net import speed_net
 from paceline.models.transfer import zero_classifier
-from paceline.plain_json import load_json
+from paceline.plain_text import load_json
 from paceline.recipe.model import OPENING_OPTIONS, Model
 from paceline.registry import installed, load
 from paceline.storage.hub import limited_waits, repository_copy

@@ -19,8 +19,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from paceline.classifier import classifier_layers
 from paceline.errors import ModelError
 from paceline.models.adapters import add_adapters, trained_with_adapters
-from paceline.models.ghost_batch_norm import normalise_in_groups
 from paceline.models.recompute import recompute_blocks
+from paceline.models.transfer import normalise_in_groups
 from paceline.recipe.model import Model
 
 _NAMED = 4

@@ -10,16 +10,13 @@ import torch
 from torch import nn
 
 from paceline.errors import RecipeError
-from paceline.optim.eager import eager
-from paceline.optim.embedding_optim import combine_optimizers, has_sparse_gradients
-from paceline.optim.muon import filters_and_rest
+from paceline.optim.classes import combine_optimizers, eager, filters_and_rest, has_sparse_gradients
 from paceline.optim.parameter_groups import parameter_groups
-from paceline.optim.schedules import Schedules, Settings
 from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES, UNSUPPORTED_OPTIMIZERS
 from paceline.plan import Plan
-from paceline.plan.rates import LearningRate
-from paceline.recipe.optimizer import Optimizer
+from paceline.plan.rates import LearningRate, Schedules, Settings
 from paceline.recipe.schema import Recipe
+from paceline.recipe.training import Optimizer
 from paceline.registry import load
 
 

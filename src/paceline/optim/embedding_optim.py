@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ModelError, RecipeError
-from paceline.optim.eager import EagerOptimizer, eager
+from paceline.optim.classes import EagerOptimizer, eager
 from paceline.optim.parameter_groups import Groups, split_groups
-from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.schema import Recipe
+from paceline.recipe.training import Optimizer
 
 
 def tables_of(network: nn.Module) -> dict[str, Tensor]:

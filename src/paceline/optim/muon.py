@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelError
-from paceline.optim.eager import EagerOptimizer, eager
-from paceline.optim.embedding_optim import CombinedOptimizer
+from paceline.optim.classes import CombinedOptimizer, EagerOptimizer, eager
 from paceline.optim.parameter_groups import Groups, is_filter, split_groups
 
 # Jordan et al. 2024: chosen so that small singular values grow fastest; they end between about 0.7 and 1.2.

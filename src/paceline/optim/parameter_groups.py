@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.classifier import classifier_layers
 from paceline.errors import ModelError
 from paceline.plan import ParameterGroupFacts
-from paceline.recipe.optimizer import CLASSIFIER, Optimizer
+from paceline.recipe.training import CLASSIFIER, Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

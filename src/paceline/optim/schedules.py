@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.plan.rates import LearningRate, anneal_factor
-from paceline.recipe.schedule import Course
+from paceline.recipe.training import Course
 
 
 def constant(rate: LearningRate, step: int) -> float:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.escaping import html_text
 from paceline.pages.blocks import Table
+from paceline.plain_text import html_text
 
 SERIES = 8
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")

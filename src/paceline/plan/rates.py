@@ -13,8 +13,8 @@ from typing import SupportsFloat
 
 from paceline.errors import RecipeError
 from paceline.plan.epochs import BatchPhase, Epochs
-from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
+from paceline.recipe.training import Schedule
 from paceline.references import call_reference, is_reference
 from paceline.registry import load
 

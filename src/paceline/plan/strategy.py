@@ -9,8 +9,8 @@ from paceline.errors import RecipeError
 from paceline.optimizers import OF_MATRICES, RULES
 from paceline.plan.facts import NetworkFacts, ParameterNumbers
 from paceline.recipe.layers import either
-from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.schema import Recipe
+from paceline.recipe.training import Optimizer
 from paceline.units import format_bytes
 
 # Fraction of a device's memory that a replica's state may use; the rest is for activations and library overhead.

@@ -16,7 +16,7 @@ from paceline.dataset_registry import DatasetNames
 from paceline.errors import RecipeError, did_you_mean
 from paceline.plain_yaml import to_boolean
 from paceline.recipe.fields import Applies, Belongs, Names, plain
-from paceline.recipe.other_names import our_key
+from paceline.recipe.layers import our_key
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
 from paceline.registry import built_in, installed, known_names

@@ -23,10 +23,9 @@ from paceline.files import refuse_archive, special_kind
 from paceline.plain_yaml import MAX_DEPTH, PlainDumper, load_plain, load_whole, yaml_line
 from paceline.recipe import layers
 from paceline.recipe.fields import plain
-from paceline.recipe.named_code import CODE_KEYS, TRAINING_CODE_KEYS, is_stored, refuse_foreign_code
-from paceline.recipe.optimizer import CLASSIFIER
-from paceline.recipe.other_names import with_new_names
-from paceline.recipe.schema import Recipe
+from paceline.recipe.layers import with_new_names
+from paceline.recipe.schema import CODE_KEYS, TRAINING_CODE_KEYS, Recipe, is_stored, refuse_foreign_code
+from paceline.recipe.training import CLASSIFIER
 from paceline.registry import Kind, name_problem
 from paceline.storage.addresses import is_address, parse_address
 

@@ -11,10 +11,8 @@ from pydantic.dataclasses import dataclass
 from paceline.recipe.data import Data
 from paceline.recipe.fields import STRICT, Applies, Names, parse_integer
 from paceline.recipe.model import Model
-from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.running import Checkpoint, Evaluate, Parallel, Telemetry
-from paceline.recipe.schedule import Schedule
-from paceline.recipe.training import Batch, Distillation, Train
+from paceline.recipe.training import Batch, Distillation, Optimizer, Schedule, Train
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

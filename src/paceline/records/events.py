@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
 
 from paceline.errors import RunDirectoryError
-from paceline.plain_json import load_json
+from paceline.plain_text import load_json
 from paceline.records.run_directory import encode_json, file_error, refuse_special_file, sync_directory, write_bytes
 
 Numbers = Mapping[str, float | None]

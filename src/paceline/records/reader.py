@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from paceline.errors import RunDirectoryError, VersionError
-from paceline.plain_json import load_json
+from paceline.plain_text import load_json
 from paceline.plain_yaml import BoundedLoader
 from paceline.records.events import Status, for_display, parse_line, wrong_field
 from paceline.records.run_directory import Identity, RunDirectory, existing_run, file_error, refuse_special_file

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import StorageError
-from paceline.plain_json import load_json
+from paceline.plain_text import load_json
 from paceline.storage.addresses import Address, is_address, parse_address
 from paceline.storage.hub import hub_copy
 from paceline.storage.remote import Remote, RemoteFile, Retries, fingerprint, run_concurrently

@@ -15,9 +15,9 @@ from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
 from paceline.errors import DataError, RecipeError
-from paceline.escaping import one_form
-from paceline.models.autocast import Autocast
 from paceline.models.build import build_model, check_accepts, to_memory_format
+from paceline.models.precision import Autocast
+from paceline.plain_text import one_form
 from paceline.plan import DataFacts
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.schema import Recipe

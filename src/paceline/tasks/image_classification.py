@@ -40,12 +40,12 @@ from paceline.data.image.transforms import Mixing, View, first_images
 from paceline.data.pipeline import Normalize, Pipeline, Placement
 from paceline.data.slices import SampleIds, SampleShapes, evenly_spaced, first_samples
 from paceline.errors import DataError, RecipeError
-from paceline.escaping import one_form
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import absent_classes
 from paceline.models.build import build_model, check_accepts, takes_usual_size
 from paceline.models.speed_net import WHITENING_IMAGES, whitening_layers
+from paceline.plain_text import one_form
 from paceline.plan import DataFacts, Plan
 from paceline.recipe.data import Data, Progressive
 from paceline.recipe.schema import Recipe

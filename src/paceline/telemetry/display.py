@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from paceline.escaping import printable
+from paceline.plain_text import printable
 from paceline.plan.epochs import Epochs
 from paceline.records.reader import NO_METRICS
 from paceline.units import format_count, format_metric, format_seconds, metric_title

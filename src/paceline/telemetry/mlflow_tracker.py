@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.telemetry.tracked_values import flatten, read_tracker_state, save_tracker_state, scalars
+from paceline.telemetry.async_tracker import flatten, read_tracker_state, save_tracker_state, scalars
 
 _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _MAX_PARAMETERS = 100

@@ -19,11 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.escaping import csv_cell, utf8
+from paceline.plain_text import csv_cell, utf8
 from paceline.records.events import AppendFile
 from paceline.records.run_directory import RunDirectory
-from paceline.telemetry.async_tracker import AsyncTracker, Tracker
-from paceline.telemetry.tracked_values import flatten, read_tracker_state, save_tracker_state, scalars
+from paceline.telemetry.async_tracker import (
+    AsyncTracker,
+    Tracker,
+    flatten,
+    read_tracker_state,
+    save_tracker_state,
+    scalars,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

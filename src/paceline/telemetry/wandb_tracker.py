@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.telemetry.tracked_values import flatten, read_tracker_state, save_tracker_state, scalars
+from paceline.telemetry.async_tracker import flatten, read_tracker_state, save_tracker_state, scalars
 
 _MAX_TAG_LENGTH = 64
 _ORDER = {"step": 0, "model": 1, "ema": 2}

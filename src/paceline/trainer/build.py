@@ -13,14 +13,13 @@ from paceline.checkpoint.publish import BackgroundWriter, Cadence, Publisher, jo
 from paceline.checkpoint.state import Component, OptimizerComponent, Registry
 from paceline.checkpoint.store import CheckpointStore
 from paceline.data.order import evaluation_rounds
-from paceline.distributed.build import build_strategy
 from paceline.distributed.collectives import open_store
 from paceline.distributed.strategy import Replicas, Strategy
 from paceline.distributed.watchdog import Heartbeat, Watchdog, WatchdogContext
 from paceline.models.compiled import CompiledNetwork, CompileLog
-from paceline.models.ema import ExponentialMovingAverage
+from paceline.models.precision import Precision
 from paceline.models.transfer import FreezeSchedule, trained_spans
-from paceline.optim.build import Clipping, build_optimizer, build_schedules
+from paceline.optim.build import Clipping, ExponentialMovingAverage, build_optimizer, build_schedules
 from paceline.plan import Plan
 from paceline.recipe.load import recipe_digest, to_tree
 from paceline.recipe.schema import Recipe
@@ -31,12 +30,12 @@ from paceline.records.run_directory import json_value
 from paceline.telemetry.clock import StepClock, build_step_clock
 from paceline.telemetry.profile import NsightTool, ProfileResult, ProfileWindow, ProfilingClock, TorchTool
 from paceline.telemetry.trackers import TrackerFacts, build_trackers
+from paceline.trainer.build import build_strategy
 from paceline.trainer.evaluate import Evaluator, KeepOptions
 from paceline.trainer.forecast import forecast
 from paceline.trainer.listeners import Listener, Preview
 from paceline.trainer.noise import NoiseListener, NoiseMeter, linear_rule_warning
 from paceline.trainer.nonfinite import NonFiniteGuard
-from paceline.trainer.precision import Precision
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.run import Run
 from paceline.trainer.run_records import keep_first_batch

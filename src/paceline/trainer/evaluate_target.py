@@ -23,14 +23,14 @@ from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError, RecipeError
-from paceline.escaping import csv_cell, one_form
 from paceline.files import refuse_special_outputs
+from paceline.models.precision import Precision, set_float32_matmul
+from paceline.plain_text import csv_cell, one_form
 from paceline.plan import DataFacts, compute
 from paceline.plan.build import unused_in_data
 from paceline.recipe.data import SPLIT_OFF, Data
 from paceline.recipe.load import Overrides, refuse_unused_overrides, set_by, stored_recipe, to_tree
-from paceline.recipe.named_code import refuse_foreign_code
-from paceline.recipe.schema import Recipe
+from paceline.recipe.schema import Recipe, refuse_foreign_code
 from paceline.records.run_directory import encode_json, write_bytes
 from paceline.references import is_reference, is_same_class
 from paceline.registry import name_of
@@ -38,7 +38,6 @@ from paceline.tasks.task import Task, build_task, check_supported, task_name
 from paceline.trainer.evaluate import Evaluator, KeepOptions
 from paceline.trainer.network import place
 from paceline.trainer.nonfinite import not_finite
-from paceline.trainer.precision import Precision, set_float32_matmul
 from paceline.trainer.process_settings import keep_freed_memory, restore_torch_settings
 from paceline.trainer.subject import find_host_limits
 from paceline.units import first_of

@@ -30,17 +30,16 @@ from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
 from paceline.devices import Device
 from paceline.errors import ModelError, PacelineError
-from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.flops import next_node_number
-from paceline.optim.build import Clipping, build_optimizer
-from paceline.optim.embedding_optim import has_sparse_gradients, use_dense_gradients
+from paceline.models.precision import Precision
+from paceline.optim.build import Clipping, ExponentialMovingAverage, build_optimizer
+from paceline.optim.classes import has_sparse_gradients, use_dense_gradients
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
 from paceline.references import is_ours
 from paceline.tasks.task import BatchMaker, Task, task_name
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker
-from paceline.trainer.precision import Precision
 from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.subject import Subject
 from paceline.world import World

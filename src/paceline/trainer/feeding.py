@@ -27,6 +27,7 @@ from paceline.data.image.feed_rates import FeedRates, needs_measuring, remember
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.errors import PacelineError, TrainingError
 from paceline.machine import available_cores
+from paceline.models.precision import Precision, set_float32_matmul
 from paceline.plan import Plan
 from paceline.processes import LOADER_GRACE_SECONDS, ProcessGroup, without_rank_variables
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
@@ -34,7 +35,6 @@ from paceline.recipe.schema import Recipe
 from paceline.tasks.facts import geometry_of
 from paceline.tasks.task import Task
 from paceline.trainer.network import build_network
-from paceline.trainer.precision import Precision, set_float32_matmul
 from paceline.trainer.subject import Subject
 from paceline.world import World
 

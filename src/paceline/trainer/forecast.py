@@ -16,12 +16,11 @@ import torch
 
 from paceline.data.batch import Batch, copied, rows_of, select_rows, tensors_in
 from paceline.distributed.strategy import Replicas
-from paceline.models.ema import ExponentialMovingAverage
-from paceline.optim.build import Clipping, build_optimizer
+from paceline.optim.build import Clipping, ExponentialMovingAverage, build_optimizer
 from paceline.plan import Plan
 from paceline.plan.strategy import exact_gradient_count
 from paceline.records.events import MeasurementEvent
-from paceline.telemetry.memory import peak_memory_bytes
+from paceline.telemetry.clock import peak_memory_bytes
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.run import Run
 from paceline.trainer.warmup import GradientProbe, send_through

@@ -31,7 +31,7 @@ from paceline.checkpoint.publish import LocalCheckpoint
 from paceline.checkpoint.store import CheckpointStore, ResumePoint, step_of
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError, UnreadableError
-from paceline.plain_json import load_json
+from paceline.plain_text import load_json
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.ledger import ledger_files

@@ -17,7 +17,7 @@ from paceline.models.adapters import describe_adapters
 from paceline.models.build import parameter_count, to_memory_format
 from paceline.models.compiled import check_backend
 from paceline.models.deferred import InitialValues, NotDeferrableError, build_deferred
-from paceline.models.fp8 import fp8_layers
+from paceline.models.precision import fp8_layers
 from paceline.models.transfer import adapt, load_fitting, trained_spans, with_shared, zero_classifier
 from paceline.optim.parameter_groups import describe_groups
 from paceline.plan import NetworkFacts, ParameterNumbers, Plan

@@ -22,10 +22,10 @@ from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.distributed.collectives import Collectives
 from paceline.metrics.gradient_noise import NoiseAverages, estimate, rate_ratio
+from paceline.models.precision import Precision
 from paceline.plan import Plan
-from paceline.recipe.optimizer import Optimizer
+from paceline.recipe.training import Optimizer
 from paceline.trainer.listeners import Listener
-from paceline.trainer.precision import Precision
 
 # In measured steps: long enough to average estimates that scatter widely, short enough to see the noise grow.
 HALF_LIFE = 50

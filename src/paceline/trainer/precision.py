@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import TrainingError
-from paceline.models.autocast import Autocast
+from paceline.models.precision import Autocast
 from paceline.recipe.training import GradScaler
 
 # Below this scale every gradient that fp16 can hold is lost: the overflow is in the forward pass, and nothing is

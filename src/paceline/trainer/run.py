@@ -27,11 +27,11 @@ from paceline.distributed.strategy import VOTE_LAG, ControlFlags, Strategy
 from paceline.distributed.watchdog import NO_SAMPLES, Heartbeat, Watchdog
 from paceline.metrics.accumulator import Metric
 from paceline.models.compiled import CompiledNetwork
-from paceline.models.ema import ExponentialMovingAverage
+from paceline.models.precision import Precision
 from paceline.models.transfer import FreezeSchedule
-from paceline.optim.build import Clipping
-from paceline.optim.schedules import Schedules
+from paceline.optim.build import Clipping, ExponentialMovingAverage
 from paceline.plan import Occasion, Plan
+from paceline.plan.rates import Schedules
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.tasks.facts import best_metric
@@ -39,12 +39,10 @@ from paceline.tasks.own_code import RefusedBroadcast, checked_loss, naming
 from paceline.tasks.task import Task
 from paceline.telemetry.clock import StepClock
 from paceline.telemetry.display import Display
-from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.evaluate import Evaluator
-from paceline.trainer.listeners import Listener
+from paceline.trainer.listeners import Callbacks, Listener
 from paceline.trainer.mirroring import Mirroring
 from paceline.trainer.nonfinite import NonFiniteGuard
-from paceline.trainer.precision import Precision
 from paceline.trainer.process_settings import StopRequest
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.step_stats import Progress, Window

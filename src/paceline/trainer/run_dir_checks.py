@@ -31,7 +31,7 @@ from paceline.data.order import StepGeometry
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, VersionError
 from paceline.files import free_name, is_ignored
-from paceline.plain_json import load_json
+from paceline.plain_text import load_json
 from paceline.plan import Plan
 from paceline.recipe.load import differences, stored_recipe, to_yaml
 from paceline.recipe.schema import Recipe

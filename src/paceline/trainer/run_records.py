@@ -13,13 +13,13 @@ import torch
 from paceline.checkpoint.weights import weights_sha256
 from paceline.data.batch import Batch, BrokenSample, select_rows
 from paceline.errors import DataError, RunDirectoryError
-from paceline.escaping import utf8
 from paceline.metrics.answers import as_png, thumbnails
+from paceline.plain_text import utf8
 from paceline.records.events import EvaluationEvent, Status, StepEvent
 from paceline.records.ledger import count_epochs
 from paceline.records.reader import Summary
 from paceline.records.run_directory import encode_json, write_text
-from paceline.telemetry.memory import peak_memory_bytes
+from paceline.telemetry.clock import peak_memory_bytes
 from paceline.telemetry.meter import PHASES
 from paceline.trainer.evaluate import Evaluation, evaluation_mode, write_artifacts
 from paceline.trainer.forecast import ReadAhead

@@ -26,22 +26,24 @@ from torch.nn.modules.batchnorm import _NormBase
 from paceline.data.image.pipeline import LARGEST_RATIO
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.preflight import Findings, Loading, check_machine
-from paceline.distributed.affinity import CoreAssignment, bind, choose_cores, restore_affinity
-from paceline.distributed.collectives import join, leave
+from paceline.distributed.collectives import ExitOnSignal, join, leave
 from paceline.distributed.device import (
+    CoreAssignment,
+    bind,
     check_communication,
+    choose_cores,
     choose_device,
     describe_machine,
     reserve_deterministic_workspace,
+    restore_affinity,
 )
 from paceline.distributed.environment import Launch, read_launch
 from paceline.distributed.sharding import check_sharded
-from paceline.distributed.waiting import ExitOnSignal
 from paceline.errors import DataError, LaunchError, RecipeError
 from paceline.loading import loading
 from paceline.models.deferred import InitialValues, NotDeferrableError
-from paceline.models.fp8 import convert_to_fp8
-from paceline.optim.embedding_optim import check_tables
+from paceline.models.precision import convert_to_fp8, set_float32_matmul
+from paceline.optim.classes import check_tables
 from paceline.plan import MachineFacts, NetworkFacts, Plan, make
 from paceline.plan.compute import without_bf16
 from paceline.recipe.load import LoadedRecipe, recipe_digest
@@ -53,8 +55,7 @@ from paceline.tasks.own_code import refused
 from paceline.tasks.task import Task, build_task, task_name
 from paceline.telemetry.trackers import check_trackers
 from paceline.trainer import network as networks
-from paceline.trainer.callbacks import Callbacks
-from paceline.trainer.precision import set_float32_matmul
+from paceline.trainer.listeners import Callbacks
 from paceline.trainer.process_settings import StopRequest, keep_freed_memory, restore_random_states
 from paceline.version import __version__
 from paceline.world import World

@@ -15,14 +15,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.plain_text import load_json
+from paceline.reports.html.runs import flattened
+
 from paceline.errors import RunDirectoryError
 from paceline.files import refuse_special_inputs
 from paceline.metrics.intervals import Interval, part_means, unpaired_ratio
-from paceline.plain_json import load_json
 from paceline.records.events import for_display
 from paceline.records.reader import read_environment, read_events, read_recipe
 from paceline.records.run_directory import RunDirectory
-from paceline.report.html.runs import flattened
 
 Verdict = Literal["slower", "no slower", "faster", "not enough evidence", "not comparable"]
 

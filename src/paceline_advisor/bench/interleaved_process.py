@@ -25,8 +25,8 @@ from paceline.data.image.feed_rates import remembered
 from paceline.data.order import StepGeometry
 from paceline.errors import PacelineError
 from paceline.recipe.load import load_recipe
+from paceline.telemetry.clock import peak_memory_bytes
 from paceline.telemetry.display import Display
-from paceline.telemetry.memory import peak_memory_bytes
 from paceline.trainer.listeners import Preview
 from paceline.trainer.loop import fit
 from paceline.trainer.run import Run

@@ -30,13 +30,12 @@ from torch.utils.data import DataLoader
 
 import paceline
 from paceline.data.batch import Batch, tensors_in
-from paceline.distributed.affinity import restore_affinity
+from paceline.distributed.device import restore_affinity
 from paceline.recipe.data import Data
-from paceline.recipe.named_code import named_code
 from paceline.recipe.running import Checkpoint, Telemetry
-from paceline.recipe.schedule import Schedule
-from paceline.recipe.schema import Recipe
+from paceline.recipe.schema import Recipe, named_code
 from paceline.recipe.training import Batch as BatchSection
+from paceline.recipe.training import Schedule
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.process_settings import restore_globals
 from paceline.trainer.subject import Subject

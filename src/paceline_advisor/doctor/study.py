@@ -23,8 +23,7 @@ from paceline.pages.shown import Shown
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.layers import format_override, set_keys
 from paceline.recipe.load import LoadedRecipe, load_recipe, shipped_recipes, stored_recipe, to_tree, to_yaml
-from paceline.recipe.named_code import named_code
-from paceline.recipe.schema import Recipe
+from paceline.recipe.schema import Recipe, named_code
 from paceline.records.reader import read_for_report
 from paceline.records.run_directory import RunDirectory
 from paceline.references import load_reference

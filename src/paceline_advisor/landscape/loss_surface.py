@@ -28,8 +28,7 @@ from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import CheckpointError, DataError, PacelineError, UnreadableError
 from paceline.metrics.accumulator import Accumulator
 from paceline.plan.compute import resolve_channels_last, resolve_threads
-from paceline.recipe.named_code import refuse_foreign_code
-from paceline.recipe.schema import Recipe
+from paceline.recipe.schema import Recipe, refuse_foreign_code
 from paceline.records.reader import read_plan
 from paceline.records.run_directory import RunDirectory
 from paceline.references import is_code_trusted

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from paceline.models.precision import set_float32_matmul
 from torch import Tensor
 
 from paceline.command import Log
@@ -22,7 +23,6 @@ from paceline.errors import PacelineError
 from paceline.pages.page import Block, Chart, Table, Text
 from paceline.pages.shown import Shown
 from paceline.plan.rates import lr_factor
-from paceline.trainer.precision import set_float32_matmul
 from paceline.trainer.process_settings import restore_torch_settings
 from paceline_advisor.commands import Landscape
 from paceline_advisor.formulas.network import loss_barrier

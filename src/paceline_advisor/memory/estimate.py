@@ -28,10 +28,9 @@ from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.units import format_bytes, format_count
 from paceline.world import World
 from paceline_advisor.commands import Estimate
+from paceline_advisor.memory.allocations import unknown_kernels
 from paceline_advisor.memory.allocator import Settings
-from paceline_advisor.memory.job import MOST, Job, allocator_settings
-from paceline_advisor.memory.kernels import unknown_kernels
-from paceline_advisor.memory.replay import Peak, peak_of
+from paceline_advisor.memory.job import MOST, Job, Peak, allocator_settings, peak_of
 from paceline_advisor.memory.trace import EVALUATION, Steps, trace_step, trace_steps, without_collection
 
 

@@ -29,12 +29,11 @@ from paceline.plan.compute import resolve_evaluation_batch
 from paceline.recipe.data import Progressive
 from paceline.recipe.load import load_recipe, to_yaml
 from paceline.recipe.running import Checkpoint, Telemetry
-from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
-from paceline.recipe.training import Batch
+from paceline.recipe.training import Batch, Schedule
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
-from paceline.telemetry.memory import peak_private_of
+from paceline.telemetry.clock import peak_private_of
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
 from paceline.units import Duration, format_bytes, format_count, format_seconds

@@ -13,7 +13,7 @@ from paceline.plan.strategy import exact_gradient_count
 from paceline.trainer.fake_step import FakeStep
 from paceline_advisor.memory.allocations import Allocation
 from paceline_advisor.memory.allocator import INTERVALS, MIB, PLAIN, Settings
-from paceline_advisor.memory.replay import Peak, fits, peak_of
+from paceline_advisor.memory.job import Peak, fits, peak_of
 from paceline_advisor.memory.trace import FIRST, STEP, Steps, StepTrace
 from paceline_advisor.memory.variants import (
     Sharding,

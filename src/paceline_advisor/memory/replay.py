@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paceline_advisor.memory.allocations import ROOM
 from paceline_advisor.memory.allocator import PLAIN, Block, CachingAllocator, DoesNotFitError, Settings
-from paceline_advisor.memory.kernels import ROOM
 from paceline_advisor.memory.trace import StepTrace
 
 _LARGEST = 5

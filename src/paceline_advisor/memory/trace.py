@@ -19,8 +19,7 @@ from torch import Tensor
 from paceline.data.batch import Batch, tensors_in
 from paceline.errors import ModelError
 from paceline.trainer.fake_step import FakeStep
-from paceline_advisor.memory.allocations import Allocation, AllocationTrace, KernelMemory
-from paceline_advisor.memory.kernels import cpu_workspace, gpu_workspace
+from paceline_advisor.memory.allocations import Allocation, AllocationTrace, KernelMemory, cpu_workspace, gpu_workspace
 
 
 @dataclass(frozen=True)

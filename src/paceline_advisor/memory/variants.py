@@ -14,7 +14,7 @@ from paceline.distributed.sharding import modules_to_shard
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.data import Mix
 from paceline.recipe.running import Parallel
-from paceline.telemetry.memory import private_bytes
+from paceline.telemetry.clock import private_bytes
 from paceline_advisor.formulas.parallel_step import Gradient
 from paceline_advisor.formulas.parallel_step import buckets as filled_buckets
 from paceline_advisor.memory.allocations import COPIES, Allocation
@@ -292,7 +292,7 @@ _BYTES_PER_NUMBER = 4
 # A process that has loaded torch but has not trained uses less than this. One that uses more has data of its own, which
 # a run in a separate process would not have.
 _USUAL = 512 * MIB
-_ASK = "import paceline.trainer.train; from paceline.telemetry.memory import private_bytes; print(private_bytes())"
+_ASK = "import paceline.trainer.train; from paceline.telemetry.clock import private_bytes; print(private_bytes())"
 
 
 def outside(device_type: str, processes: int) -> int:

@@ -13,9 +13,17 @@ from paceline.plan.rates import LearningRate
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events
 from paceline.records.run_directory import RunDirectory
-from paceline_advisor.prove.evidence import Evidence
+from paceline_advisor.prove.evidence import (
+    Difference,
+    Dropout,
+    Evidence,
+    PlainLoop,
+    difference,
+    dropouts,
+    joined,
+    parts_of,
+)
 from paceline_advisor.prove.recorder import Check, ObservedRun, named, nan_as_infinite, same_content
-from paceline_advisor.prove.reference import Difference, Dropout, PlainLoop, difference, dropouts, joined, parts_of
 
 _MOST_TRIED = 8
 # Random draws to try: a layer that drops whole samples often does the same twice.

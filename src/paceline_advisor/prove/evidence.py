@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from paceline.optim.classes import has_sparse_gradients
 from torch import Tensor, nn
 
 from paceline.data.batch import Batch
 from paceline.errors import RecipeError
-from paceline.optim.embedding_optim import has_sparse_gradients
 from paceline.plan import Plan
 from paceline.recipe.schema import Recipe
+from paceline_advisor.prove.evidence import PlainLoop, difference, dropouts, make_deterministic, norms
 from paceline_advisor.prove.recorder import ObservedRun, copies_of, rows_of
-from paceline_advisor.prove.reference import PlainLoop, difference, dropouts, make_deterministic, norms
 from paceline_advisor.prove.runs import Runner, Sizes, shortened
 
 # Allowed difference of gradients, relative to the largest value: typical, and maximum. Another order of summation

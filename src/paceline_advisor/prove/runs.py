@@ -15,9 +15,8 @@ from paceline.plan.batching import with_valid_ghost_size
 from paceline.recipe.layers import format_override, set_keys
 from paceline.recipe.load import load_recipe, to_tree, to_yaml
 from paceline.recipe.running import Checkpoint, Parallel, Profile, Telemetry
-from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
-from paceline.recipe.training import Batch
+from paceline.recipe.training import Batch, Schedule
 from paceline.tasks.task import build_task
 from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.subject import Options

@@ -27,9 +27,8 @@ from paceline.world import World
 from paceline_advisor.commands import Prove
 from paceline_advisor.launches import check_alone
 from paceline_advisor.prove.checks import CHECKS
-from paceline_advisor.prove.evidence import Evidence, NumericsProbe, probe_numerics
+from paceline_advisor.prove.evidence import Evidence, NumericsProbe, PlainLoop, probe_numerics
 from paceline_advisor.prove.recorder import Check, ObservedRun, named
-from paceline_advisor.prove.reference import PlainLoop
 from paceline_advisor.prove.runs import Runner, Sizes, portable, shortened, unproved_settings, unused
 
 _MOST_SCORED = 500

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from paceline.plain_text import load_json
 
 from paceline.command import Log
 from paceline.devices import Device, find_device, recognise
@@ -24,7 +25,6 @@ from paceline.models.flops import PHASES, Product, StepWork, Work, WorkCounter
 from paceline.pages.charts import log_axis
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
-from paceline.plain_json import load_json
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with

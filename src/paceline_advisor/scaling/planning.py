@@ -19,8 +19,7 @@ from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline_advisor.clusters import find_cluster
 from paceline_advisor.commands import Plan
-from paceline_advisor.scaling.here import cluster_here
-from paceline_advisor.scaling.room import Room, rooms
+from paceline_advisor.scaling.room import Room, cluster_here, rooms
 from paceline_advisor.scaling.study import MOST_HERE, Row, ScaleReport, Scaling, shown_hours
 
 LARGEST_WITHOUT_LOSS = 8192

@@ -35,9 +35,17 @@ from paceline_advisor.formulas.parallel_step import (
 )
 from paceline_advisor.formulas.scaling import Fabric
 from paceline_advisor.launches import check_alone
-from paceline_advisor.scaling.here import cluster_here, is_here, measure, probe
 from paceline_advisor.scaling.network import ScaledRun, describe
-from paceline_advisor.scaling.room import Share, in_passes, least_steps, shares_of
+from paceline_advisor.scaling.room import (
+    Share,
+    cluster_here,
+    in_passes,
+    is_here,
+    least_steps,
+    measure,
+    probe,
+    shares_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

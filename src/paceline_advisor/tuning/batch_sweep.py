@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from paceline.plain_text import load_json
 
 from paceline.command import Log
 from paceline.distributed.device import choose_device, describe_machine
@@ -19,7 +20,6 @@ from paceline.errors import RecipeError, RunDirectoryError, TrainingError
 from paceline.metrics.intervals import Interval, time_to_event
 from paceline.pages.page import Block, Chart, Table, Text
 from paceline.pages.shown import Shown
-from paceline.plain_json import load_json
 from paceline.plan.batching import micro_batch_size, with_nearest_ghost_size
 from paceline.plan.rates import lr_factor
 from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml

@@ -18,14 +18,13 @@ from paceline.command import Log
 from paceline.data.loaders.pytorch import explain_worker_deaths
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, TrainingError, did_you_mean
-from paceline.optim.schedules import Schedules
 from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
-from paceline.plan.rates import LearningRate, lr_factor
+from paceline.plan.rates import LearningRate, Schedules, lr_factor
 from paceline.recipe.load import LoadedRecipe, Overrides, load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.running import Profile
-from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
+from paceline.recipe.training import Schedule
 from paceline.trainer.process_settings import restore_globals
 from paceline.trainer.run import Run
 from paceline.trainer.run_records import report_broken

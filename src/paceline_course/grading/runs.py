@@ -11,11 +11,11 @@ from typing import Any, Concatenate, ParamSpec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from paceline.plain_text import load_json
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from paceline.plain_json import load_json
 from paceline_course.assignment import TRAINING_SAMPLES, build_model, training_set, validation_set
 
 Vector = NDArray[np.float32]

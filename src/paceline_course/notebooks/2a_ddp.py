@@ -1491,7 +1491,7 @@ print(f"                evaluated by one process:   {alone['top1_accuracy']:.4f}
 assert abs(alone["top1_accuracy"] - together["top1_accuracy"]) < 0.3  # one image, if rounding changes a tie
 
 # %%
-from paceline.report.audit import used_samples
+from paceline.reports.audit import used_samples
 
 plan = json.loads(Path("runs/two/plan.json").read_text())
 ledgers = [used_samples(Path("runs/two"), rank) for rank in (0, 1)]

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from paceline.plain_text import quoted
 
 from paceline.data.image.source import Ids
 from paceline.data.labels import listed_names, similar_names
-from paceline.escaping import quoted
 from paceline_data.inspect.gather import MAX_NAMED, CheckedData, Progress, SampleFacts, similar
 from paceline_data.inspect.look import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, SEVERITIES, Kind
 

@@ -18,9 +18,8 @@ from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from paceline.data.image import file_checks
-from paceline.data.image.decode import LARGEST_PIXELS, NEEDS_HEIF, guess_format
+from paceline.data.image.decode import LARGEST_PIXELS, NEEDS_HEIF, UNSUPPORTED, guess_format
 from paceline.data.image.source import BrokenImageError, Content, EncodedSource, SampleSource, encoded_source
-from paceline.data.image.unsupported import UNSUPPORTED
 
 Severity = Literal["breaks", "spoils", "costs", "notice"]
 

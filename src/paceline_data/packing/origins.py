@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from paceline.plain_text import utf8
 
 from paceline.data.image.dataset import DatasetRequest
 from paceline.data.image.datasets import open_stored
@@ -20,7 +21,6 @@ from paceline.data.image.source import FileSource, SampleSource, SubsetSource, e
 from paceline.data.image.source_kind import detect
 from paceline.dataset_registry import find_dataset
 from paceline.errors import DataError
-from paceline.escaping import utf8
 from paceline.recipe.data import Data
 
 _TOLD = {"train": "training", "validation": "held-out"}  # display names of splits

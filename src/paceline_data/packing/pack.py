@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from paceline.plain_text import load_json
 
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.sets.packed import (
@@ -43,7 +44,6 @@ from paceline.data.image.sets.packed import (
 from paceline.data.image.source import encoded_source
 from paceline.data.tables import require_pyarrow
 from paceline.errors import DataError
-from paceline.plain_json import load_json
 from paceline.recipe.data import Data
 from paceline.units import format_bytes, format_count
 from paceline_data.packing.origins import OpenedOrigin, open_origin

@@ -25,17 +25,22 @@ from PIL import Image
 from torch.utils.dlpack import from_dlpack
 
 from paceline.data.batch import Batch, BrokenSample
-from paceline.data.image.augmentation import Box, Draws, draw, random_resized_box, shrinkage, snapped
 from paceline.data.image.decode import LARGEST_PIXELS, ORIENTATION, DecodedImage, LazyImage
 from paceline.data.image.image_store import shrunk, vary
 from paceline.data.image.source import BrokenImageError, Content, EncodedSource
 from paceline.data.image.transforms import (
+    Box,
+    Draws,
     Shape,
     View,
+    draw,
     evaluation_geometry,
     evaluation_image,
     is_too_large,
+    random_resized_box,
     resized_part,
+    shrinkage,
+    snapped,
 )
 from paceline.data.slices import SampleSlice
 from paceline.errors import DataError, OneProcessError

@@ -12,8 +12,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from starlette.exceptions import HTTPException
 
-from paceline.data.image.decode import BrokenImageError, image_header
-from paceline.data.image.unsupported import UNSUPPORTED, unsupported_kind
+from paceline.data.image.decode import UNSUPPORTED, BrokenImageError, image_header, unsupported_kind
 from paceline.machine import available_cores
 from paceline.prediction.predictor import Answer, Predictor, Prepared
 

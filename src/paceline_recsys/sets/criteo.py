@@ -29,12 +29,12 @@ from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
+from paceline.plain_text import load_json
 
 from paceline.data.slices import SampleIds
 from paceline.errors import DataError
 from paceline.files import SkippedItems, has_extension, list_files, refuse_special_inputs
 from paceline.machine import cache_folder
-from paceline.plain_json import load_json
 from paceline_recsys.dataset import ClickRows
 
 DENSE, CATEGORIES = 13, 26

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from paceline.plain_text import utf8
 
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.data.tables import TableFile, choose_splits, file_problem, find_files, require_pyarrow
 from paceline.dataset_registry import StandIn, dataset, open_registered
 from paceline.errors import DataError, did_you_mean
-from paceline.escaping import utf8
 from paceline.files import (
     SkippedItems,
     has_extension,

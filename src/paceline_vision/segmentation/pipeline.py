@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from paceline.data.batch import Batch
-from paceline.data.image.augmentation import Draws, draw, random_resized_box
 from paceline.data.image.source import Image
+from paceline.data.image.transforms import Draws, draw, random_resized_box
 from paceline.data.pipeline import Normalize, Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline.recipe.data import Augment

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from paceline.plain_text import one_form
 from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
 
@@ -27,7 +28,6 @@ from paceline.data.image.source import EXTENSIONS, Image
 from paceline.data.splits import SPLIT_NAMES, TEST, TRAIN, split_folders
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
-from paceline.escaping import one_form
 from paceline.files import SkippedItems, has_extension, is_folder, list_files, visible_entries
 from paceline.recipe.data import Data
 from paceline_vision.inspection import pictures_with_label_maps

@@ -16,8 +16,7 @@ from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
-from paceline_advisor.memory.job import Job
-from paceline_advisor.memory.replay import peak_of
+from paceline_advisor.memory.job import Job, peak_of
 from paceline_advisor.memory.trace import FIRST, STEP, trace_step, trace_steps
 from paceline_advisor.memory.variants import accumulated
 

@@ -15,7 +15,7 @@ import pytest
 
 from paceline.errors import TrainingError
 from paceline.recipe.load import load_recipe
-from paceline.telemetry.memory import peak_private_of, peak_resident_of, private_bytes
+from paceline.telemetry.clock import peak_private_of, peak_resident_of, private_bytes
 from paceline_advisor.commands import FindBatch
 from paceline_advisor.memory.find_batch import Trial, TrialRunner, find_batch, shortened
 from paceline_advisor.memory.variants import outside

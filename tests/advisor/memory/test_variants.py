@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from paceline_advisor.memory.allocations import COPIES, Allocation
+from paceline_advisor.memory.allocations import COPIES, ROOM, Allocation
 from paceline_advisor.memory.allocator import MIB, Settings
-from paceline_advisor.memory.kernels import ROOM
-from paceline_advisor.memory.replay import fits, peak_of
+from paceline_advisor.memory.job import fits, peak_of
 from paceline_advisor.memory.trace import EVALUATION, FIRST, REHEARSAL, START, STEP, Steps, StepTrace
 from paceline_advisor.memory.variants import (
     Sharding,

@@ -18,11 +18,10 @@ from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Model
-from paceline.telemetry.memory import private_bytes
+from paceline.telemetry.clock import private_bytes
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
-from paceline_advisor.memory.job import Job
-from paceline_advisor.memory.replay import fits, peak_of
+from paceline_advisor.memory.job import Job, fits, peak_of
 from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP, trace_step, trace_steps, without_collection
 from paceline_advisor.memory.variants import outside, sharding_of
 

@@ -14,10 +14,10 @@ import image_sets
 import numpy as np
 import pytest
 
-from paceline.data.image.reading import SliceReader
 from paceline.data.image.sets.packed import PackedDataset, open_packed
 from paceline.data.image.source import SampleSource, SubsetSource, prefetch, repeated
 from paceline.data.image.transforms import View
+from paceline.data.loaders.pytorch import SliceReader
 from paceline.data.slices import SampleIds, SampleSlice
 
 pytest.importorskip("pyarrow")

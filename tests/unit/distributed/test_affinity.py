@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.distributed.affinity import (
+from paceline.distributed.device import (
     CoreAssignment,
     Topology,
     assign_cores,

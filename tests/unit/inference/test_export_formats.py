@@ -16,6 +16,7 @@ import pytest
 import timm
 import torch
 import yaml
+from paceline.tasks.trained import open_exportable, trained_recipe, trained_task
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -30,7 +31,6 @@ from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import PacelineError
 from paceline.inference.atomic_output import put_in_place
 from paceline.inference.export import Exported, ExportRequest, export
-from paceline.inference.trained import open_exportable, trained_recipe, trained_task
 
 CPU = torch.device("cpu")
 NET = {"model.name": "test_resnet.r160_in1k", "model.options": None, "train.ema": 0.9}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
-from paceline.metrics.auc import RankedScores, area_under_curve, normalized_entropy
+from paceline.metrics.multilabel import RankedScores, area_under_curve, normalized_entropy
 
 
 def collected(scores: np.ndarray, labels: np.ndarray, owners: np.ndarray, ranks: int) -> dict[str, float]:

@@ -20,7 +20,7 @@ from paceline.cli.main import run as run_command_line
 from paceline.errors import RecipeError
 from paceline.metrics.named import NamedMetrics
 from paceline.recipe.load import load_recipe
-from paceline.recipe.named_code import named_code
+from paceline.recipe.schema import named_code
 from paceline.references import trusting_code
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target

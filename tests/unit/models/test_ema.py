@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.manifest import read_components
-from paceline.models.ema import ExponentialMovingAverage
+from paceline.optim.build import ExponentialMovingAverage
 
 
 def net() -> nn.Module:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError, RecipeError
-from paceline.models.ghost_batch_norm import groups_of, normalise_in_groups
+from paceline.models.transfer import groups_of, normalise_in_groups
 from paceline.plan.batching import with_valid_ghost_size
 from paceline.recipe.model import Model
 

@@ -14,10 +14,10 @@ from torch import nn
 from paceline.errors import ModelError, RecipeError
 from paceline.optim.build import Clipping, apply_settings, build_optimizer
 from paceline.optim.parameter_groups import describe_groups, parameter_groups, treatments
-from paceline.optim.schedules import Settings
 from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES
+from paceline.plan.rates import Settings
 from paceline.recipe.load import stored_recipe
-from paceline.recipe.optimizer import Optimizer
+from paceline.recipe.training import Optimizer
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.optim.classes import eager
 from torch.optim.optimizer import register_optimizer_step_post_hook
-
-from paceline.optim.eager import eager
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),

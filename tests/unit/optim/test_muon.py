@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.optim.classes import orthogonalised
 from torch import nn
 
 from paceline.errors import ModelError, RecipeError
 from paceline.optim.build import apply_settings, build_optimizer
-from paceline.optim.muon import orthogonalised
 from paceline.optim.parameter_groups import describe_groups
-from paceline.optim.schedules import Settings
+from paceline.plan.rates import Settings
 from paceline.recipe.load import stored_recipe
-from paceline.recipe.optimizer import Optimizer
+from paceline.recipe.training import Optimizer
 
 CPU = torch.device("cpu")
 

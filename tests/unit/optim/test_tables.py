@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.optim.classes import RowwiseAdagrad, check_tables
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.checkpoint.state import OptimizerComponent
 from paceline.errors import ModelError, RecipeError
 from paceline.optim.build import Clipping, build_optimizer
-from paceline.optim.embedding_optim import RowwiseAdagrad, check_tables
 from paceline.recipe.load import stored_recipe
-from paceline.recipe.optimizer import Optimizer
+from paceline.recipe.training import Optimizer
 from paceline_recsys.networks import Dlrm
 
 CPU = torch.device("cpu")

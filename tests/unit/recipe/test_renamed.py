@@ -10,8 +10,8 @@ import yaml
 from golden_sentences import check_sentence
 
 from paceline.errors import RecipeError
+from paceline.recipe.layers import RENAMED
 from paceline.recipe.load import differences, load_recipe, stored_recipe, to_yaml
-from paceline.recipe.other_names import RENAMED
 
 
 @pytest.mark.parametrize(

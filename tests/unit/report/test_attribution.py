@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paceline.reports.attribution import attribute_run
 
 from paceline.errors import RunDirectoryError
-from paceline.report.attribution import attribute_run
 from paceline.telemetry.meter import PHASES
 
 PLAN = {"device": "cpu", "strategy": "single", "data": {"backend": "pytorch", "workers": 3}}

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from paceline.reports.audit import audit_run, used_samples
 
 from paceline.data.batch import Batch, select_rows
 from paceline.data.order import StepGeometry
 from paceline.errors import RunDirectoryError
 from paceline.records.ledger import Entry, LedgerEntry, LedgerWriter, PositionEntry, ledger_path, read_ledger
-from paceline.report.audit import audit_run, used_samples
 from paceline.world import World
 
 Make = Callable[..., Any]

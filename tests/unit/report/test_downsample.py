@@ -6,8 +6,7 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
-
-from paceline.report.html.training import downsample
+from paceline.reports.html.training import downsample
 
 VALUE = st.one_of(st.none(), st.floats(allow_nan=False, width=32), st.just(math.nan))
 VALUES = st.lists(VALUE, max_size=400)

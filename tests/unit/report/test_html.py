@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paceline.reports.html.page import report_at_the_end, write_report
 
 from paceline.errors import RunDirectoryError
 from paceline.records.run_directory import RunDirectory
-from paceline.report.html.page import report_at_the_end, write_report
 
 HOSTILE = '</script><img src=x onerror="alert(1)">`&'
 
@@ -348,7 +348,7 @@ def test_the_report_at_the_end_does_not_keep_a_hurried_run(tmp_path: Path, recor
 def test_neither_torch_nor_plotlys_python_is_loaded(tmp_path: Path, recorded_run: Any, write: Any) -> None:
     folder = write(tmp_path / "run", complete(recorded_run))
     program = (
-        "import sys; from pathlib import Path; from paceline.report.html.page import write_report; "
+        "import sys; from pathlib import Path; from paceline.reports.html.page import write_report; "
         f"write_report([Path({str(folder)!r})]); assert not {{'torch', 'plotly'}} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paceline.reports.attribution import attribute_run
+from paceline.reports.html.page import write_report
 from rich.console import Console
 
 from paceline.errors import RunDirectoryError
 from paceline.records import events as records
-from paceline.report.attribution import attribute_run
-from paceline.report.html.page import write_report
 from paceline_ops.watch.screen import EventFollower, WatchedRun, draw_chart, exit_line, line_of, row, screen, table
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paceline.reports.audit import audit_run
 
 import paceline
 from paceline.recipe.load import load_recipe
 from paceline.registry import built_in
-from paceline.report.audit import audit_run
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline_advisor.memory.estimate import estimate_memory

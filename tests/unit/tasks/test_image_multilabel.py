@@ -25,7 +25,7 @@ from paceline.cli.predict import Predict
 from paceline.data.batch import Batch
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.selection import keep_known_classes
-from paceline.data.image.sets.figures import draw_figures
+from paceline.data.image.sets.synthetic import draw_figures
 from paceline.data.slices import SampleSlice
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.inference.export import ExportRequest, export

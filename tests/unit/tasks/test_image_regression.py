@@ -15,6 +15,7 @@ import pytest
 import torch
 from calls import output_of
 from image_sets import image_table
+from paceline.tasks.trained import open_exportable
 from PIL import Image
 
 import paceline
@@ -22,12 +23,11 @@ from paceline.checkpoint.weights import read_weights
 from paceline.cli.predict import Predict
 from paceline.data.batch import Batch
 from paceline.data.image.datasets import open_dataset
-from paceline.data.image.sets.discs import draw_discs
+from paceline.data.image.sets.synthetic import draw_discs
 from paceline.data.slices import SampleSlice
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import open_predictor
-from paceline.inference.trained import open_exportable
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
 from paceline.tasks.exportable import Exportable

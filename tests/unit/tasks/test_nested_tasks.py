@@ -16,6 +16,9 @@ import numpy as np
 import pytest
 import torch
 from measured_memory import measured_peak
+from paceline.reports.html.page import outcome
+from paceline.reports.html.runs import read_runs
+from paceline.reports.html.training import training
 
 import paceline
 from paceline.cli.main import run as run_command_line
@@ -27,9 +30,6 @@ from paceline.models.compiled import shape_of
 from paceline.pages.page import Chart, Tiles
 from paceline.recipe.load import load_recipe
 from paceline.references import trusting_code
-from paceline.report.html.page import outcome
-from paceline.report.html.runs import read_runs
-from paceline.report.html.training import training
 from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, one_batch
 from paceline.trainer.train import plan_only

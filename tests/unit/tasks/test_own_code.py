@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from paceline.models.precision import in_float32
+from paceline.reports.audit import audit_run
 from torch import Tensor, nn
 
 import paceline
@@ -20,11 +22,9 @@ from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.distributed.local_launch import report_error
 from paceline.errors import ModelError, PacelineError, RecipeError, RunDirectoryError
 from paceline.metrics.accumulator import Metric
-from paceline.models.autocast import in_float32
 from paceline.plan import DataFacts, MachineFacts
 from paceline.recipe.load import load_recipe
 from paceline.recipe.unused import all_but
-from paceline.report.audit import audit_run
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.subject import Subject
 from paceline.trainer.train import TrainResult

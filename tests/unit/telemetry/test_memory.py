@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from paceline.telemetry.memory import peak_memory_bytes, peak_resident_bytes
+from paceline.telemetry.clock import peak_memory_bytes, peak_resident_bytes
 
 PROGRAM = """
-from paceline.telemetry.memory import peak_resident_bytes
+from paceline.telemetry.clock import peak_resident_bytes
 before = peak_resident_bytes()
 block = bytearray(200 << 20)
 block[::4096] = b"x" * len(block[::4096])

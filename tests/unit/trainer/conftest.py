@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from paceline.models.precision import Precision
 from PIL import Image
 from torch import nn
 
@@ -19,7 +20,6 @@ from paceline.recipe.load import load_recipe
 from paceline.recipe.training import GradScaler
 from paceline.telemetry.display import Display
 from paceline.trainer.evaluate import Evaluator
-from paceline.trainer.precision import Precision
 from paceline.world import World
 
 Make = Callable[..., Any]

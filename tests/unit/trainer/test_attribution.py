@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.reports.attribution import Attribution, attribute_run
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_events
-from paceline.report.attribution import Attribution, attribute_run
 from paceline.telemetry import clock
 from paceline.telemetry.display import Display
 from paceline.telemetry.meter import PHASES, WARMUP_STEPS

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paceline.reports.audit import audit_run
 
 import paceline
 from paceline.data.batch import Batch
 from paceline.data.image.pipeline import ImagePipeline
 from paceline.errors import DataError, RunDirectoryError
-from paceline.report.audit import audit_run
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 
 Make = Callable[..., Any]

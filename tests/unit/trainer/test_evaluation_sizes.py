@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from image_sets import photo_recipe
+from paceline.reports.audit import used_samples
 
 import paceline
 from paceline.data.image.datasets import open_dataset
 from paceline.errors import PacelineError
 from paceline.recipe.data import Data
-from paceline.report.audit import used_samples
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.evaluate_target import (
     EvaluationReport,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paceline.reports.audit import audit_run
 from run_directories import fingerprint, saved_steps
 
 from paceline.checkpoint.manifest import read_manifest
@@ -20,7 +21,6 @@ from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, PacelineError, RunDirectoryError, TrainingError
 from paceline.records.reader import read_identity
 from paceline.records.run_directory import RunDirectory, write_identity
-from paceline.report.audit import audit_run
 
 Make = Callable[..., Any]
 LONGER = {"train.duration": "12 steps"}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paceline.reports.audit import audit_run
 from run_directories import fingerprint
 
 from paceline.checkpoint import mirror
@@ -20,7 +21,6 @@ from paceline.checkpoint.store import ResumePoint
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError, VersionError
 from paceline.recipe.load import load_recipe
-from paceline.report.audit import audit_run
 from paceline.storage.remote import Remote
 from paceline.trainer import mirroring
 from paceline.trainer.run_dir_checks import ResumeDecision

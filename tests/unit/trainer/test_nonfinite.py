@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.reports.audit import audit_run, used_samples
 from run_directories import saved_steps
 from safetensors.numpy import load_file
 from torch import nn
@@ -18,7 +19,6 @@ from paceline.data.batch import Batch
 from paceline.distributed.strategy import FlagReader
 from paceline.errors import RecipeError, TrainingError
 from paceline.optim.build import build_optimizer
-from paceline.report.audit import audit_run, used_samples
 from paceline.trainer import build
 from paceline.trainer.nonfinite import NonFiniteGuard
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.models.precision import Precision
+from paceline.reports.audit import audit_run
 from torch import nn
 
 from paceline.data.batch import Batch
 from paceline.errors import TrainingError
 from paceline.recipe.training import GradScaler
-from paceline.report.audit import audit_run
-from paceline.trainer.precision import Precision
 
 Make = Callable[..., Any]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from paceline.models.precision import Precision
 from torch import nn
 
 from paceline.recipe.training import GradScaler
-from paceline.trainer.precision import Precision
 from paceline_advisor.memory.allocations import COPIES, AllocationTrace
 
 CPU = torch.device("cpu")

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, JpegImagePlugin, UnidentifiedImageError
 
-from paceline.data.image.augmentation import Box
-from paceline.data.image.unsupported import UNSUPPORTED, plane_fault, unsupported_kind
+from paceline.data.image.decode import UNSUPPORTED, plane_fault, unsupported_kind
+from paceline.data.image.transforms import Box
 from paceline.files import LFS_POINTER, LFS_START
 
 try:

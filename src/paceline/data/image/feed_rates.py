@@ -18,7 +18,7 @@ import torch
 from paceline.data.image.decode import describe_decoder
 from paceline.files import remember as write_down
 from paceline.machine import available_cores, cache_folder, cpu_name
-from paceline.plain_json import load_json
+from paceline.plain_text import load_json
 from paceline.recipe.load import to_tree
 from paceline.recipe.schema import Recipe
 from paceline.world import World

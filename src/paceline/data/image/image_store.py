@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from paceline.data.image.augmentation import Draws
+from paceline.data.image.transforms import Draws
 from paceline.recipe.data import Augment
 
 Starts = NDArray[np.int64]

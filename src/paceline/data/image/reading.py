@@ -17,11 +17,22 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from paceline.data.batch import Batch, BrokenSample
-from paceline.data.image.augmentation import Draws, draw, random_resized_box, shrinkage, snapped
 from paceline.data.image.decode import DecodedImage, LazyImage, resizes
 from paceline.data.image.image_store import shrunk, vary
 from paceline.data.image.source import BrokenImageError, SampleSource, encoded_source, prefetch
-from paceline.data.image.transforms import Shape, Variation, View, evaluation_image, has_variation, resized_part
+from paceline.data.image.transforms import (
+    Draws,
+    Shape,
+    Variation,
+    View,
+    draw,
+    evaluation_image,
+    has_variation,
+    random_resized_box,
+    resized_part,
+    shrinkage,
+    snapped,
+)
 from paceline.data.preflight import SHARED_MEMORY
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.recipe.data import Augment

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from paceline.data.batch import Batch, BrokenSample, Progress
-from paceline.data.image.augmentation import Draws, draw
 from paceline.data.image.image_store import ImageStore, StoreShape, shrunk
 from paceline.data.image.source import BrokenImageError, SampleSource, as_array, unrepeated
-from paceline.data.image.transforms import Variation, View, evaluation_image, has_variation
+from paceline.data.image.transforms import Draws, Variation, View, draw, evaluation_image, has_variation
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.recipe.data import Augment
 

@@ -42,9 +42,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.batch import Batch, joined_along_samples
-from paceline.data.image.reading import ReadFailure, SliceReader, unlink_shared_memory, unshared
 from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import View
+from paceline.data.loaders.pytorch import ReadFailure, SliceReader, unlink_shared_memory, unshared
 from paceline.data.preflight import SHARED_MEMORY
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.errors import DataError, LostWorkerError, OneProcessError

@@ -14,10 +14,10 @@ from paceline.pages.page import Block, Marked, Page, Section, Table, Text, Tile,
 from paceline.pages.shown import Shown
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory, file_error
-from paceline.report.html.predictions import predictions
-from paceline.report.html.runs import Event, RunRecord, flattened, read_runs
-from paceline.report.html.speed import findings, ledger_counts, memory, scaling, speed, steps_in_words, timeline
-from paceline.report.html.training import training
+from paceline.reports.html.predictions import predictions
+from paceline.reports.html.runs import Event, RunRecord, flattened, read_runs
+from paceline.reports.html.speed import findings, ledger_counts, memory, scaling, speed, steps_in_words, timeline
+from paceline.reports.html.training import training
 from paceline.units import counted, format_bytes, format_count, format_seconds, metric_title, metric_unit
 
 

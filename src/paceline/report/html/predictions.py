@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.metrics.confusion import matrix_of, scores_by_class
 from paceline.pages.page import Block, Chart, Gallery, Picture, Table, Text
-from paceline.report.html.runs import RunRecord
+from paceline.reports.html.runs import RunRecord
 
 Matrix = Sequence[Sequence[int]]
 

@@ -22,7 +22,7 @@ from paceline.records.reader import (
     read_summary,
 )
 from paceline.records.run_directory import existing_run
-from paceline.report.attribution import Attribution, attribute_events
+from paceline.reports.attribution import Attribution, attribute_events
 
 Event = Mapping[str, Any]
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from paceline.pages.charts import SERIES
 from paceline.pages.page import Block, Chart, Table, Text
-from paceline.report.html.runs import Event, RunRecord
-from paceline.report.html.training import curves, of_runs, series_style
+from paceline.reports.html.runs import Event, RunRecord
+from paceline.reports.html.training import curves, of_runs, series_style
 from paceline.telemetry.meter import PHASES
 from paceline.units import counted, format_bytes, format_count, format_seconds
 

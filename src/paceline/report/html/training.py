@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.pages.charts import DASHES, SERIES
 from paceline.pages.page import Block, Chart, Table, Text
-from paceline.report.html.runs import Event, RunRecord
+from paceline.reports.html.runs import Event, RunRecord
 from paceline.units import metric_title, metric_unit
 
 _WEIGHTS = ("model", "ema")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy import stats
 
-from paceline.data.image.augmentation import draw, pad_offsets, random_resized_box
+from paceline.data.image.transforms import draw, pad_offsets, random_resized_box
 from paceline.data.random_draws import uniforms
 from paceline.recipe.data import Augment
 

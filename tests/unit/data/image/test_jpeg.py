@@ -15,8 +15,8 @@ from PIL import Image
 from torch.nn.functional import interpolate
 
 from paceline.data.image import decode as jpeg
-from paceline.data.image.augmentation import Box
 from paceline.data.image.decode import BrokenImageError, LazyImage, decode
+from paceline.data.image.transforms import Box
 
 jpeg_region = pytest.importorskip("paceline.data.image.jpeg_region", reason="needs the compiled decoder")
 

@@ -9,6 +9,7 @@ from typing import Any
 import fork_server
 import numpy as np
 import pytest
+from paceline.reports.audit import audit_run
 from PIL import Image
 
 import paceline
@@ -21,7 +22,6 @@ from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.plan import Plan
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
-from paceline.report.audit import audit_run
 from paceline.trainer.subject import Subject
 from paceline.world import World
 from paceline_data.inspect.check import check_data

@@ -12,9 +12,7 @@ from torch.nn.functional import interpolate
 
 from paceline.data.batch import Batch
 from paceline.data.image import decode as jpeg
-from paceline.data.image.augmentation import Box, draw, random_resized_box, shrinkage, snapped
 from paceline.data.image.decode import LazyImage
-from paceline.data.image.reading import SliceReader
 from paceline.data.image.source import (
     ArraySource,
     EncodedSource,
@@ -24,7 +22,8 @@ from paceline.data.image.source import (
     encoded_source,
     repeated,
 )
-from paceline.data.image.transforms import View, resized_part
+from paceline.data.image.transforms import Box, View, draw, random_resized_box, resized_part, shrinkage, snapped
+from paceline.data.loaders.pytorch import SliceReader
 from paceline.data.slices import SampleSlice
 from paceline.recipe.data import Augment
 

@@ -27,9 +27,9 @@ from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSour
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
-from paceline.escaping import one_form, quoted
 from paceline.files import TOO_FRESH_NS, SkippedItems, has_extension, is_folder, refuse_archive, visible_entries
 from paceline.machine import cache_folder
+from paceline.plain_text import one_form, quoted
 
 MIN_CACHED_SECONDS = 0.5  # quicker listings are repeated
 _VERSION = 3

@@ -30,7 +30,7 @@ from paceline.data.image.source import Ids, Image, Names, SampleSource, with_cha
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 from paceline.files import refuse_special_inputs
-from paceline.plain_json import load_json
+from paceline.plain_text import load_json
 
 MANIFEST = "packed.json"
 INDEX = "index.arrow"

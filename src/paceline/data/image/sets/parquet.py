@@ -28,8 +28,8 @@ from paceline.data.splits import TRAIN, UNREAD_SPLITS, VALIDATION
 from paceline.data.tables import TableFile, explain_errors, files_ending_in, mapped, read_stream, require_pyarrow
 from paceline.dataset_registry import Place, dataset
 from paceline.errors import DataError
-from paceline.escaping import utf8
 from paceline.files import SkippedItems, refuse_special_inputs
+from paceline.plain_text import utf8
 from paceline.units import format_bytes
 
 # Cached in each reading process; hub datasets have groups of 100 images.

@@ -32,7 +32,7 @@ from paceline.dataset_registry import Place, dataset
 from paceline.errors import DataError
 from paceline.files import SkippedItems, has_extension, is_ignored_member
 from paceline.machine import cache_folder
-from paceline.plain_json import load_json
+from paceline.plain_text import load_json
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7z": "xz", b"(\xb5/": "zstd"}
 # Changes with the layout of the cached file.
