@@ -87,7 +87,7 @@ def main() -> None:
             text=True,
         )
     table = {int(count): value for count, value in json.loads(done.stdout.splitlines()[-1])["rates"].items()}
-    from paceline.data.image.feeding import FeedRates
+    from paceline.data.image.feed_rates import FeedRates
 
     chosen = FeedRates(table, 0.0).best
     found: dict[tuple[int, int], list[float]] = {}

@@ -214,7 +214,7 @@ def dataset_at(path: str | Path) -> DatasetEntry | None:
     return None
 
 
-def open_dataset(name: str, kinds: Mapping[str, type[_T]], argument: Any) -> _T:
+def open_registered(name: str, kinds: Mapping[str, type[_T]], argument: Any) -> _T:
     """Open a data set: registered, or custom code.
 
     Args:
@@ -227,7 +227,7 @@ def open_dataset(name: str, kinds: Mapping[str, type[_T]], argument: Any) -> _T:
     """
     if is_reference(name):
         opener = load("datasets", name, DataError)
-    elif entry := next((each for each in map(partial(find_dataset, name), kinds) if each is not None), None):
+    elif entry := next(filter(None, map(partial(find_dataset, name), kinds)), None):
         opener = entry.open
     else:
         names = sorted({each for kind in kinds for each in dataset_names(kind)})

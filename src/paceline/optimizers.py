@@ -6,6 +6,7 @@ there; like those of other packages, they take only ``lr`` and ``optimizer.optio
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,41 +19,56 @@ class Rule:
     Attributes:
         reference: Its class.
         keys: The keys of the recipe's ``optimizer`` section that it takes.
-        state_numbers: Numbers that it stores for each parameter.
-        has_momentum_state: Whether it stores one more if its momentum is not 0.
+        state_numbers: Numbers that it stores for each parameter, without that for ``momentum``.
         betas: The authors' default.
         eps: The authors' default.
         fixed: Additional arguments of its class.
+        is_adaptive: Whether it divides each step by the gradient's size, so that noise does not shorten it.
+        has_momentum: Whether it has momentum, or a first beta.
+        unscaled: The optimizer it acts like where it scales no layers; empty if it never scales any.
     """
 
     reference: str
     keys: tuple[str, ...] = ()
     state_numbers: int = 2
-    has_momentum_state: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    is_adaptive: bool = True
+    has_momentum: bool = True
+    unscaled: str = ""
 
 
 RULES = {
-    "sgd": Rule(reference="torch.optim:SGD", keys=("momentum", "nesterov"), state_numbers=0, has_momentum_state=True),
+    "sgd": Rule(reference="torch.optim:SGD", keys=("momentum", "nesterov"), state_numbers=0, is_adaptive=False),
     "adamw": Rule(reference="torch.optim:AdamW", keys=("betas", "eps")),
-    "rmsprop": Rule(
-        reference="torch.optim:RMSprop", keys=("momentum", "alpha", "eps"), state_numbers=1, has_momentum_state=True
-    ),
-    "adafactor": Rule(reference="torch.optim:Adafactor", state_numbers=0),
+    "rmsprop": Rule(reference="torch.optim:RMSprop", keys=("momentum", "alpha", "eps"), state_numbers=1),
+    "adafactor": Rule(reference="torch.optim:Adafactor", state_numbers=0, has_momentum=False),
     # LAMB's own clipping is off: gradients are clipped only by optimizer.clip_norm.
-    "lamb": Rule(reference="timm.optim:Lamb", keys=("betas", "eps"), eps=1e-6, fixed={"max_grad_norm": None}),
+    "lamb": Rule(
+        reference="timm.optim:Lamb",
+        keys=("betas", "eps"),
+        eps=1e-6,
+        fixed={"max_grad_norm": None},
+        unscaled="adamw",
+    ),
     "lars": Rule(
         reference="timm.optim:Lars",
         keys=("momentum", "nesterov", "trust_coefficient", "eps"),
         state_numbers=0,
-        has_momentum_state=True,
+        is_adaptive=False,
+        unscaled="sgd",
     ),
     "lion": Rule(reference="timm.optim:Lion", keys=("betas",), state_numbers=1, betas=(0.9, 0.99)),
-    "muon": Rule(reference="timm.optim:Muon", keys=("momentum", "nesterov", "betas"), betas=(0.9, 0.95)),
+    "muon": Rule(
+        reference="timm.optim:Muon",
+        keys=("momentum", "nesterov", "betas"),
+        state_numbers=1,
+        betas=(0.9, 0.95),
+        is_adaptive=False,
+    ),
 }
-UNKNOWN_RULE = Rule(reference="")
+UNKNOWN_RULE = Rule(reference="", is_adaptive=False)
 """Assumed of any other optimizer: it keeps as much state as Adam, and takes none of the keys."""
 
 
@@ -75,6 +91,8 @@ _OF_TIMM = (
 LIBRARY_OPTIMIZERS = {name.lower(): f"torch.optim:{name}" for name in _OF_TORCH}
 LIBRARY_OPTIMIZERS |= {name: f"paceline.optim.of_timm:{name}" for name in _OF_TIMM.split()}
 """References of the other optimizers of torch and timm, by name."""
+OF_MATRICES = tuple(name for name in (*RULES, *LIBRARY_OPTIMIZERS) if re.search("adafactor|muon|kron", name))
+"""Optimizers that need whole matrices, which FSDP shards."""
 UNSUPPORTED_OPTIMIZERS = {
     "lbfgs": "it computes the loss several times a step, and a training step computes it once; use adamw or sgd",
     "sparseadam": "it takes only sparse gradients; for embedding tables set optimizer.tables=sparse_adam",

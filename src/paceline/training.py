@@ -23,6 +23,7 @@ from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, 
 from paceline.records.reader import beyond_until
 from paceline.records.run_directory import RunDirectory, default_run_directory, existing_run
 from paceline.references import trusting_code
+from paceline.reports.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
 from paceline.trainer.carried import CARRIED_VARIABLE, Carried
 from paceline.trainer.listeners import Callbacks
@@ -104,7 +105,6 @@ def train(
 
 def _write_report(directory: RunDirectory) -> None:
     # Imported only if a run writes one, and its charts with it.
-    from paceline.reports.html.page import report_at_the_end
 
     report_at_the_end(directory)
 

@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.data.tables import FORMATS, Table, TableFile, TableFiles, by_split, choose_splits, find_files
+from paceline.data.tables import FORMATS, PLAIN_TEXTS, Table, TableFile, TableFiles, by_split, choose_splits, find_files
 from paceline.errors import DataError
 from paceline.files import SkippedItems, has_extension, visible_entries
 from paceline.recipe.data import Data
 from paceline_text.corpus import Split, split_by_name
 
 ENDINGS = tuple(f".{each}" for each in FORMATS)
-_PLAIN = tuple(each for each in FORMATS if each != "parquet")
 _KINDS = "a .csv, .tsv, .jsonl or .parquet file, a folder of them, or a folder that save_to_disk wrote"
 
 Choose = Callable[[Sequence[str], Mapping[str, Any], str], Sequence[str]]
@@ -98,11 +97,11 @@ def read_table(
 def _plain_files(root: Path, left_out: SkippedItems) -> TableFiles | None:
     """Return a CSV or JSON lines file, or those in a folder by split; None if there are none."""
     if not root.is_dir():
-        splits = {"train": [root]} if has_extension(root.name, _PLAIN) else {}
+        splits = {"train": [root]} if has_extension(root.name, PLAIN_TEXTS) else {}
         return TableFiles(root=root, splits=splits, format="csv", features={}) if splits else None
     names = sorted(entry.name for entry in visible_entries(root))
-    paths = [root / name for name in names if has_extension(name, _PLAIN)]
+    paths = [root / name for name in names if has_extension(name, PLAIN_TEXTS)]
     for name in names if paths else ():
-        if not has_extension(name, _PLAIN):
+        if not has_extension(name, PLAIN_TEXTS):
             left_out.add("files that are not tables", name)
     return TableFiles(root=root, splits=by_split(paths, root), format="csv", features={}) if paths else None

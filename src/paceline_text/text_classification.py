@@ -13,7 +13,7 @@ from torch import nn
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
-from paceline.data.class_balance import SampleClasses
+from paceline.data.class_sampling import SampleClasses
 from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline.dataset_registry import DatasetNames

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.data.image.dataset import ImageDataset
 from paceline.data.image.source import Image
-from paceline.dataset_registry import open_dataset
+from paceline.dataset_registry import open_registered
 from paceline.recipe.data import Data
 from paceline.recipe.schema import Recipe
 from paceline_vision.detection.dataset import BoxDataset, BoxSource, read_fitting
@@ -60,7 +60,7 @@ def pictures_with_boxes(recipe: Recipe) -> tuple[ImageDataset, tuple[str, ...]]:
     data = recipe.data
     needs_masks = data.detection.masks is True or "mask" in recipe.model.name or recipe.task == "segmentation"
     detection = replace(data.detection, masks=needs_masks and data.detection.masks is not False, keep_empty=True)
-    opened = open_dataset(data.dataset, {"boxes": BoxDataset}, replace(data, detection=detection))
+    opened = open_registered(data.dataset, {"boxes": BoxDataset}, replace(data, detection=detection))
     train, validation = (_of_boxes(each, len(opened.classes)) for each in (opened.train, opened.validation))
     left_out = tuple(each for each in opened.left_out if each not in opened.implausible)
     images = _as_images(data, train, validation, opened.classes, left_out)
@@ -71,7 +71,7 @@ def pictures_with_boxes(recipe: Recipe) -> tuple[ImageDataset, tuple[str, ...]]:
 
 def pictures_with_label_maps(recipe: Recipe) -> tuple[ImageDataset, tuple[str, ...]]:
     """Open the pictures of a segmentation data set, of whose label maps nothing is implausible."""
-    opened = open_dataset(recipe.data.dataset, {"masks": MaskDataset}, recipe.data)
+    opened = open_registered(recipe.data.dataset, {"masks": MaskDataset}, recipe.data)
     train, validation = map(_of_masks, (opened.train, opened.validation))
     return _as_images(recipe.data, train, validation, opened.classes, opened.left_out), ()
 

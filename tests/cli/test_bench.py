@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from calls import Call
 
-from paceline.data.image.feeding import FeedRates, remember
+from paceline.data.image.feed_rates import FeedRates, remember
 from paceline.recipe.load import load_recipe
 
 SHORT = ("--rounds", "2", "--seconds", "0.05")

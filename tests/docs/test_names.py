@@ -19,6 +19,7 @@ import pytest
 from calls import command_names
 
 from paceline.cli.commands import command_of
+from paceline.optimizers import RULES
 from paceline.plan import Plan
 from paceline.recipe import layers
 from paceline.recipe.schema import Recipe
@@ -216,6 +217,11 @@ def test_the_run_directory_page_has_every_key(page: Callable[[Path], Any]) -> No
         missing = keys - said - (flattened if issubclass(kind, events.Event) else set())
         assert not missing, f"{kind.__name__}: {sorted(missing)}"
     assert {each.kind for each in events.Event.__subclasses__()} <= said | {"step", "evaluation"}
+
+
+def test_every_built_in_optimizer_is_explained() -> None:
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    assert [name for name in RULES if f"| `optimizer.name={name}` |" not in text] == []
 
 
 def test_the_recipe_reference_is_what_the_schema_says() -> None:

@@ -1,0 +1,1 @@
+"""Checkpoints: their format, durable writes, verification, and copies in object stores."""

@@ -1,0 +1,1 @@
+"""The commands of a run: parse the command line, call, print."""

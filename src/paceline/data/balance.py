@@ -1,4 +1,4 @@
-"""Balance the work of samples of unequal length, for any number of processes.
+"""Balance the work of samples of unequal length, for any number of processes (classes: `data/class_sampling.py`).
 
 Two decisions, both pure functions of (seed, epoch, lengths). *Which samples share a step*: each step takes one sample
 of each stratum of lengths, so that all steps have about the same number of tokens. *Which samples share a micro-batch*:

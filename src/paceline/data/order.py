@@ -19,8 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.balance import LargestMicroBatch, SampleLengths, StepLoad, balance_steps, partition_costs
-from paceline.data.class_balance import ClassDraws, sampled_order
+from paceline.data.balance import (
+    LargestMicroBatch,
+    SampleLengths,
+    StepLoad,
+    balance_steps,
+    partition_costs,
+)
+from paceline.data.class_sampling import ClassDraws, sampled_order
 from paceline.data.keyed_order import KeyedOrder
 from paceline.data.slices import SampleIds, SampleShapes, SampleSlice, SampleWeights, even_bounds
 from paceline.plan.epochs import SORTED_AT_MOST, Epochs

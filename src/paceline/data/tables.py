@@ -26,6 +26,9 @@ from paceline.plain_text import load_json, utf8
 
 Format = Literal["csv", "jsonl", "parquet", "arrow"]
 FORMATS: dict[str, Format] = {"csv": "csv", "tsv": "csv", "tab": "csv", "jsonl": "jsonl", "parquet": "parquet"}
+"""Tables by the ending of their names; compressed ones are refused (:class:`TableFile`)."""
+CSV_ENDINGS = tuple(f".{each}" for each in FORMATS if FORMATS[each] == "csv")
+PLAIN_TEXTS = tuple(each for each in FORMATS if each != "parquet")
 
 
 def require_pyarrow() -> ModuleType:
@@ -53,9 +56,6 @@ def require_pyarrow() -> ModuleType:
 def mapped(path: str | Path) -> Any:
     """Open a memory-mapped file for pyarrow; unlike pyarrow's functions this accepts names of any bytes."""
     return require_pyarrow().memory_map(os.fsencode(path))
-
-
-_TEXTS = ("csv", "tsv", "tab", "jsonl")
 
 
 _KINDS = {str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
@@ -114,7 +114,7 @@ def explain_errors(path: Path) -> Iterator[None]:
     except (OSError, ValueError, LookupError, TypeError, require_pyarrow().ArrowException) as error:
         problem = None
         with suppress(OSError):  # the first error is reported
-            problem = file_problem(path) if has_extension(path.name, _TEXTS) or not path.exists() else None
+            problem = file_problem(path) if has_extension(path.name, PLAIN_TEXTS) or not path.exists() else None
         reason = " ".join(str(error).split())
         raise DataError(problem or f"{str(path)!r} cannot be read ({reason}): download or write it again.") from error
 
@@ -227,8 +227,6 @@ def read_csv(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
     Raises:
         DataError: If it cannot be read, has no rows, or a row does not fit the header.
     """
-    refuse_special_inputs(file)
-    refuse_archive(file)
     csv.field_size_limit(sys.maxsize)
     try:
         with open(file, encoding="utf-8-sig", newline="") as opened:

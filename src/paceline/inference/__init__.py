@@ -1,0 +1,1 @@
+"""Open trained weights, predict with them, and export them."""

@@ -1,0 +1,1 @@
+"""Metrics of an evaluation, exact for any number of processes."""

@@ -1,0 +1,1 @@
+"""Networks: build them, compile them, average their weights, count their FLOPs."""

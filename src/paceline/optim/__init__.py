@@ -1,0 +1,1 @@
+"""Optimizers, their parameter groups, and learning rate schedules."""

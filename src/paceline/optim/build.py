@@ -94,7 +94,7 @@ def build_schedules(recipe: Recipe, plan: Plan) -> Schedules:
         RecipeError: If the momentum of another package's optimizer is scheduled: its initial value is unknown.
     """
     optimizer, schedule = recipe.optimizer, recipe.schedule
-    moves = schedule.momentum.name != "constant" and optimizer.name != "adafactor"
+    moves = schedule.momentum.name != "constant" and optimizer.rule.has_momentum
     if moves and optimizer.name not in RULES:
         raise RecipeError(
             f"schedule.momentum.name={schedule.momentum.name} does not work with optimizer.name={optimizer.name}, "

@@ -287,7 +287,7 @@ def _unused(
 ) -> dict[str, str]:
     """Return unused keys: by their marks (:class:`~paceline.recipe.fields.Needs`), and then by the data."""
     backend, mix, progressive = data.description.get("backend", "pytorch"), recipe.data.mix, recipe.data.progressive
-    rule = recipe.optimizer.name
+    rule = recipe.optimizer.rule
     scales = recipe.optimizer.has_layers_to_scale or recipe.schedule.weight_decay.name != "constant"
     conditions = {
         "warm-up": warmup_steps > 0,
@@ -298,8 +298,8 @@ def _unused(
         "several groups in a micro-batch": recipe.model.ghost_batch_norm != largest,
         "epochs after mixing": mix.epochs is None or mix.epochs < epochs,
         "epochs of growing images": progressive.begin < epochs,
-        "layers to scale": scales or rule not in ("lars", "lamb"),
-        "layers that lars scales": scales or rule != "lars",
+        "layers to scale": scales or not rule.unscaled,
+        "an optimizer with momentum": rule.has_momentum,
         "numbers to learn": "target_mean" in data.description,
         "ddp": strategy == "ddp",
         "fsdp": strategy == "fsdp",
@@ -309,8 +309,8 @@ def _unused(
         "backend": backend,
         "epochs": f"{epochs:g}",
         "largest_micro_batch": largest,
-        "optimizer": rule,
-        "unscaled": "sgd" if rule == "lars" else "adamw",
+        "optimizer": recipe.optimizer.name,
+        "unscaled": rule.unscaled,
         "strategy": {"exact": "an exact run", "single": "one process"}.get(strategy, strategy),
     }
     # The shape determines how images are predicted, whatever the held-out images are like.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 
 from paceline.errors import RecipeError, setting_error
-from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES
+from paceline.optimizers import OF_MATRICES, RULES
 from paceline.plan.facts import NetworkFacts, ParameterNumbers
+from paceline.recipe.layers import either
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Optimizer
 from paceline.units import format_bytes
@@ -16,7 +16,6 @@ from paceline.units import format_bytes
 # Fraction of a device's memory that a replica's state may use; the rest is for activations and library overhead.
 _STATE_FRACTION = 0.7
 _FP32_BYTES = 4
-_OF_MATRICES = tuple(name for name in (*RULES, *LIBRARY_OPTIMIZERS) if re.search("adafactor|muon|kron", name))
 
 
 def choose_strategy(
@@ -144,8 +143,10 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
         "weights at the same time; use all parameters, freeze the others, or use parallel.strategy=ddp.": (
             recipe.parallel.unused_parameters == "allow"
         ),
-        f"optimizer.name={optimizer.name} needs whole matrices, but parallel.strategy=fsdp shards them; use sgd, "
-        f"adamw, rmsprop, lamb, lars or lion, or parallel.strategy=ddp.": (optimizer.name in _OF_MATRICES),
+        f"optimizer.name={optimizer.name} needs whole matrices, but parallel.strategy=fsdp shards them; use "
+        f"{either(name for name in RULES if name not in OF_MATRICES)}, or parallel.strategy=ddp.": (
+            optimizer.name in OF_MATRICES
+        ),
         f"optimizer.clip_adaptive={optimizer.clip_adaptive} compares whole rows, which parallel.strategy=fsdp may "
         "shard; use optimizer.clip_norm or clip_value, or parallel.strategy=ddp.": (
             optimizer.clip_adaptive is not None
@@ -196,8 +197,7 @@ def optimizer_state_numbers(optimizer: Optimizer) -> int:
     """Return how many numbers an optimizer keeps per parameter; assumed for an optimizer of another package."""
     if optimizer.uses_sgd_for_rest:
         return 1
-    rule = optimizer.rule
-    return rule.state_numbers + (rule.has_momentum_state and optimizer.momentum > 0)
+    return optimizer.rule.state_numbers + (optimizer.has("momentum") and optimizer.momentum > 0)
 
 
 def exact_gradient_count(logical_ranks: int, world_size: int) -> int:

@@ -1,0 +1,1 @@
+"""Predictions: what reads the files to predict, and what is answered and written."""

@@ -1,0 +1,1 @@
+"""Recipes: the schema, and how files, presets and overrides become one; without torch."""

@@ -229,8 +229,8 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
             is_known = choice in known or not known or (isinstance(choice, str) and ":" in choice)
             if is_known and not has_effect(section, key, choice):
                 raise RecipeError(
-                    f"{where}: '{path}{key}' has no effect with {path}{applies.to}={_either((choice,))}; it needs "
-                    f"{path}{applies.to}={_either(applies.values)}. "
+                    f"{where}: '{path}{key}' has no effect with {path}{applies.to}={either((choice,))}; it needs "
+                    f"{path}{applies.to}={either(applies.values)}. "
                     f"Remove it (on the command line: {path}{key}=null).",
                     key=f"{path}{key}",
                     value=value,
@@ -246,7 +246,8 @@ def named_choices(section: type[Any], name: str) -> Collection[object]:
     return () if names is None else names.values
 
 
-def _either(values: Iterable[object]) -> str:
+def either(values: Iterable[object]) -> str:
+    """Return alternatives as a phrase: "a, b or c"."""
     *rest, last = (str(plain(value)).lower() if isinstance(value, bool | None) else str(value) for value in values)
     return f"{', '.join(rest)} or {last}" if rest else last
 

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from paceline.recipe import data, running
 from paceline.recipe.fields import Applies, Needs, Off, plain
-from paceline.recipe.layers import field_types, mark, marks, subsection
+from paceline.recipe.layers import either, field_types, mark, marks, subsection
 from paceline.recipe.schema import Recipe
 from paceline.units import Duration, TimeSpan
 
@@ -99,7 +99,7 @@ def describe_type(kind: Any) -> str:
     if origin is Annotated:
         return _annotated(describe_type(arguments[0]), arguments[1:])
     if origin is Literal:
-        return _either([f"`{_written(each)}`" for each in arguments])
+        return either(f"`{_written(each)}`" for each in arguments)
     if origin is tuple:
         length = "" if arguments[-1] is ... else f" of {len(arguments)}"
         return f"list{length}{': ' if length else ' of: '}{describe_type(arguments[0])}"
@@ -139,12 +139,8 @@ def _used_with(section: type[Any], name: str, path: str) -> str:
         conditions = [f"`{each.replace('!=', '` other than `')}`" for each in needs.any_of if "." in each]
         parts += [" or ".join(conditions)] if conditions else []
     if applies := mark(section, name, Applies):
-        parts.append(f"`{path}{applies.to}` = {_either([f'`{_written(plain(value))}`' for value in applies.values])}")
+        parts.append(f"`{path}{applies.to}` = {either(f'`{_written(plain(value))}`' for value in applies.values)}")
     return "; ".join(parts)
-
-
-def _either(options: list[str]) -> str:
-    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
 
 
 def _written(value: Any) -> str:

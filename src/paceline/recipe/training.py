@@ -54,9 +54,7 @@ class Optimizer:
     """The update rule."""
 
     name: Annotated[str, Names("optimizers"), Needs(("layers to scale",), _NOTHING_SCALED)] = "sgd"
-    """`sgd` (with momentum), `adamw` (Loshchilov and Hutter 2017), `rmsprop` (Tieleman and Hinton 2012), `adafactor`
-    (Shazeer and Stern 2018), `lamb` (You et al. 2019), `lars` (You et al. 2017), `lion` (Chen et al. 2023), or `muon`
-    (Jordan et al. 2024; other parameters by `rest`); any other of torch.optim or timm (`nadamw`), a name that an
+    """A built-in optimizer, as docs/recipes.md lists them; any other of torch.optim or timm (`nadamw`), a name that an
     installed package registers, or your own `package.module:factory`, all called with parameter groups, `lr` and
     `options`."""
     lr: PositiveFloat = 0.1
@@ -67,8 +65,8 @@ class Optimizer:
     lr_reference_batch: Annotated[PositiveInt | None, Off, Applies("lr_scaling", ("linear", "sqrt"))] = None
     """The global batch that `lr` is meant for."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decay towards zero: added to the gradient (`sgd`, `rmsprop`, `lars`), to the update before it is normalised
-    (`lamb`), or subtracted from the weights (the others)."""
+    """Decay towards zero: added to the gradient (as by `sgd`), to the update before it is normalised (`lamb`), or
+    subtracted from the weights (`adamw`)."""
     decay_norm_and_bias: Annotated[
         Switch, Needs(("optimizer.weight_decay",), "with optimizer.weight_decay=0 nothing decays")
     ] = False
@@ -90,18 +88,17 @@ class Optimizer:
     """Scale each filter bank to a norm of the square root of its outputs before every step; weight decay then has no
     effect on filters."""
     betas: Annotated[Auto | tuple[OpenFraction, OpenFraction], Applies("name", optimizers_with("betas"))] = "auto"
-    """Decay of the first and second moment estimates; `auto`: (0.9, 0.999), (0.9, 0.99) for `lion`, (0.9, 0.95) for
-    `muon`."""
+    """Decay of the first and second moment estimates; `auto` is as published, mostly (0.9, 0.999)."""
     alpha: Annotated[OpenFraction, Applies("name", optimizers_with("alpha"))] = 0.9
     """Decay of the mean square."""
     eps: Annotated[Auto | NonNegativeFloat, Applies("name", optimizers_with("eps"))] = "auto"
-    """Added to the denominator; `auto`: 1e-8, and 1e-6 for `lamb`. Only `lars` allows 0."""
+    """Added to the denominator; `auto` is as published, mostly 1e-8. Only `lars` allows 0."""
     eps_inside_sqrt: Annotated[Switch, Applies("name", ("rmsprop",))] = False
     """Add `eps` inside the root and start the mean square at 1, as TensorFlow does."""
     trust_coefficient: Annotated[
         PositiveFloat,
         Applies("name", optimizers_with("trust_coefficient")),
-        Needs(("layers that lars scales",), _NOTHING_SCALED),
+        Needs(("layers to scale",), _NOTHING_SCALED),
     ] = 0.001
     """Largest change of a layer in one step, as a share of its weight norm."""
     tables: Literal["same", "rowwise_adagrad", "sparse_adam"] = "same"
@@ -125,7 +122,7 @@ class Optimizer:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.name in ("sgd", "lars") and self.nesterov and self.momentum == 0:
+        if self.nesterov and self.momentum == 0 and not self.uses_sgd_for_rest:
             raise ValueError("found nesterov=true with momentum=0, but Nesterov momentum must be above 0")
         if self.lr_scaling != "none" and self.lr_reference_batch is None:
             raise ValueError(
@@ -138,8 +135,7 @@ class Optimizer:
         self._check_rest()
         fields = {"lr", "weight_decay", "fused"}
         if self.name in RULES:
-            fields |= {"momentum", "nesterov", "betas", "alpha", "trust_coeff"}
-            fields |= set() if self.name == "adafactor" else {"eps"}
+            fields |= {"momentum", "nesterov", "betas", "alpha", "trust_coeff"} | {*self.rule.keys}
         if twice := sorted(fields & self.options.keys()):
             raise ValueError(f"found options with {' and '.join(twice)}, but those are keys of this section")
         clips = [name for name in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, name) is not None]
@@ -388,8 +384,8 @@ class Schedule:
     minus the square root of the time (Hägele et al. 2024)."""
     noise: RateNoise = RateNoise()
     """Noise on the learning rate."""
-    momentum: Annotated[Course, Needs(("optimizer.name!=adafactor",), "adafactor has no momentum")] = Course()
-    """Momentum, or the first of the betas."""
+    momentum: Annotated[Course, Needs(("an optimizer with momentum",), "{optimizer} has no momentum")] = Course()
+    """Momentum, or the first of the betas, of an optimizer that has either."""
     weight_decay: Course = Course()
     """Weight decay."""
 

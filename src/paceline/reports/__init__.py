@@ -1,0 +1,1 @@
+"""Results computed from run directories: report pages, time attribution, audit; without torch."""

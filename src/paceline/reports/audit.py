@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.balance import SampleLengths
-from paceline.data.class_balance import ClassDraws
+from paceline.data.class_sampling import ClassDraws
 from paceline.data.order import StepGeometry
 from paceline.data.slices import SampleSlice
 from paceline.errors import RunDirectoryError

@@ -1,0 +1,1 @@
+"""Object stores and model hubs: addresses, downloads, and a cache."""

@@ -7,7 +7,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from paceline.data.class_balance import ClassDraws, counts_by_ratio, describe_weights
+from paceline.data.class_sampling import ClassDraws, counts_by_ratio, describe_weights
 from paceline.data.order import StepGeometry
 from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.metrics.accumulator import Metric

@@ -18,10 +18,10 @@ from torch import nn
 from paceline.checkpoint.hub_folder import UNNAMED
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Backend, Batch, Normalize, Placement, Progress
-from paceline.data.class_balance import SampleClasses
+from paceline.data.class_sampling import SampleClasses
 from paceline.data.image.datasets import ImageDataset, content_of, open_dataset
 from paceline.data.image.decode import describe_decoder
-from paceline.data.image.feeding import remembered
+from paceline.data.image.feed_rates import remembered
 from paceline.data.image.pipeline import (
     ImagePipeline,
     OpenedSplit,

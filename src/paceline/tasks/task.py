@@ -21,7 +21,7 @@ from torch import nn
 from paceline.checkpoint.weights import SavedWeights, load_trained
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Nested
-from paceline.data.class_balance import SampleClasses, weights_by_class
+from paceline.data.class_sampling import SampleClasses, weights_by_class
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleIds, SampleWeights
 from paceline.errors import DataError, RecipeError

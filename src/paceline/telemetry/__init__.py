@@ -1,0 +1,1 @@
+"""Measurements of a run: step times, memory, profiles; and where they go: display and trackers."""

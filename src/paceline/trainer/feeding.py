@@ -2,7 +2,8 @@
 
 A separate process measures, since loader processes must be forked before a process has threads and a GPU: ``python -m
 paceline.trainer.feeding RECIPE MOST PARENT`` trains on real batches with one number of loader processes after another,
-discards the weights, and prints the result. The result is cached where the plan finds it (``data/image/feeding.py``).
+discards the weights, and prints the result. The result is cached where the plan finds it
+(``data/image/feed_rates.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from paceline.data.batch import Batch
-from paceline.data.image.feeding import FeedRates, needs_measuring, remember
+from paceline.data.image.feed_rates import FeedRates, needs_measuring, remember
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.errors import PacelineError, TrainingError
 from paceline.machine import available_cores

@@ -1,0 +1,1 @@
+"""Measure throughput, latency, energy and time to a target, and compare results."""

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from paceline.data.batch import Batch
-from paceline.data.image.feeding import remembered
+from paceline.data.image.feed_rates import remembered
 from paceline.data.order import StepGeometry
 from paceline.errors import PacelineError
 from paceline.recipe.load import load_recipe

@@ -1,0 +1,1 @@
+"""The doctor: find what slows or breaks a recipe, and measure what each change gains."""

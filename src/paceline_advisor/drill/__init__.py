@@ -1,0 +1,1 @@
+"""The fault drill: break runs on purpose, and check their recovery."""

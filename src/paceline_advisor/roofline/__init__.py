@@ -1,0 +1,1 @@
+"""Rooflines: the least time that a device needs for each layer."""

@@ -1,0 +1,1 @@
+"""Predict throughput, time and cost on more devices."""

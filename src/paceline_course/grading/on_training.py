@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -296,7 +294,7 @@ def validation_shared(run: Run) -> Finding:
 
 
 def _logged(run: Run, epoch: int, key: str) -> float | None:
-    records: list[Mapping[str, Any]] = [record for record in run.log if record.get("epoch") == epoch]
+    records = [record for record in run.log if record.get("epoch") == epoch]
     value = records[0].get(key) if len(records) == 1 else None
     if not isinstance(value, int | float):
         return None

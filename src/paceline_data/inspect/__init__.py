@@ -1,0 +1,1 @@
+"""Check an image set before a run: damage, duplicates, leaks, class balance."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from paceline.data.image.dataset import Problems
 from paceline.data.image.datasets import ImageDataset, open_dataset
-from paceline.data.image.heads import spread
+from paceline.data.image.file_checks import spread
 from paceline.data.image.sets.archives import find_archive
 from paceline.data.image.sets.image_folder import open_unread_test, unread_entries
 from paceline.data.image.source import BrokenImageError, Ids, Image, JoinedSource, SampleSource

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
-from paceline.data.image import heads
+from paceline.data.image import file_checks
 from paceline.data.image.decode import LARGEST_PIXELS, NEEDS_HEIF, UNSUPPORTED, guess_format
 from paceline.data.image.source import BrokenImageError, Content, EncodedSource, SampleSource, encoded_source
 
@@ -294,7 +294,7 @@ def cause(content: Content, reason: str) -> tuple[str, str]:
     if head.startswith(_JPEG_START):
         is_cut_off = is_truncated(content)
     elif head.startswith((b"\x89PNG", b"RIFF")):
-        is_cut_off = heads.is_truncated(head, bytes(content[-64:]), len(content))
+        is_cut_off = file_checks.is_truncated(head, bytes(content[-64:]), len(content))
     else:
         is_cut_off = any(word in reason.lower() for word in ("truncat", "premature", "end of file", "not enough"))
     return ("truncated" if is_cut_off else "corrupt"), "" if header is None else reason

@@ -1,0 +1,1 @@
+"""Pack images into shards."""

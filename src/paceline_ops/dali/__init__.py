@@ -1,0 +1,1 @@
+"""The DALI back-end: decode and resize images on the GPU."""

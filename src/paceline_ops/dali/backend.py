@@ -26,8 +26,8 @@ from torch.utils.dlpack import from_dlpack
 
 from paceline.data.batch import Batch, BrokenSample
 from paceline.data.image.decode import LARGEST_PIXELS, ORIENTATION, Box, DecodedImage, LazyImage
+from paceline.data.image.image_store import shrunk, vary
 from paceline.data.image.source import BrokenImageError, Content, EncodedSource
-from paceline.data.image.store import shrunk, vary
 from paceline.data.image.transforms import (
     Draws,
     Shape,

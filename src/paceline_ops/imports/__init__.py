@@ -1,0 +1,1 @@
+"""Convert command lines of timm's and NVIDIA's trainers to recipes."""

@@ -21,8 +21,14 @@ TIMM = Table("timm's train.py", "timm.yaml")
 # Entries of args.yaml files other than options: values that train.py derived and stored there.
 WRITTEN_BESIDE = ("distributed", "world_size", "rank", "prefetcher", "gpu", "opt_args", "local-rank", "cuda")
 _INTERPOLATIONS = ("bilinear", "bicubic")
-_DATASETS = {"": "image_folder", "image_folder": "image_folder", "folder": "image_folder", "cifar10": "cifar10"}
-_DATASETS |= {"hfds": "huggingface", "wds": "webdataset"}
+_DATASETS = {
+    "": "image_folder",
+    "image_folder": "image_folder",
+    "folder": "image_folder",
+    "cifar10": "cifar10",
+    "hfds": "huggingface",
+    "wds": "webdataset",
+}
 _OPT_KWARGS = {"trust_coeff": "trust_coefficient"} | {name: name for name in ("alpha", "nesterov", "eps", "betas")}
 _CLIPS = {"norm": "clip_norm", "value": "clip_value", "agc": "clip_adaptive"}
 _OWN_CLIP = 1.0  # timm's LAMB clips the complete gradient to this norm by itself

@@ -1,0 +1,1 @@
+"""Jobs that train a run: for Slurm, torchrun and Kubernetes."""

@@ -1,0 +1,1 @@
+"""Logs of runs in MLPerf's format."""

@@ -1,0 +1,1 @@
+"""`paceline watch`: follow runs in the terminal."""

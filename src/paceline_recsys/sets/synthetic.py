@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds
-from paceline.dataset_registry import StandIn, dataset, open_dataset
+from paceline.dataset_registry import StandIn, dataset, open_registered
 from paceline.errors import DataError, RecipeError, setting_error
 from paceline.files import SkippedItems, visible_entries
 from paceline.recipe.data import Clicks, Data
@@ -183,7 +183,7 @@ def open_clicks(data: Data) -> ClickDataset:
         DataError: If the data set does not exist or cannot be read.
         RecipeError: If the section does not fit the data set.
     """
-    return open_dataset(data.dataset, {"clicks": ClickDataset}, data)
+    return open_registered(data.dataset, {"clicks": ClickDataset}, data)
 
 
 def placeholder(data: Data) -> tuple[Data, str]:

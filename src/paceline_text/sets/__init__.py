@@ -1,0 +1,1 @@
+"""Data sets of text: each file registers its data sets."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.data.tables import TableFile, choose_splits, file_problem, find_files, require_pyarrow
-from paceline.dataset_registry import StandIn, dataset, open_dataset
+from paceline.dataset_registry import StandIn, dataset, open_registered
 from paceline.errors import DataError, data_error, did_you_mean
 from paceline.files import (
     SkippedItems,
@@ -65,7 +65,7 @@ def open_text(data: Data) -> TextDataset:
     Raises:
         DataError: If the text does not exist or cannot be read.
     """
-    return open_dataset(data.dataset, {"texts": TextDataset}, data)
+    return open_registered(data.dataset, {"texts": TextDataset}, data)
 
 
 def python_documentation() -> Documents:

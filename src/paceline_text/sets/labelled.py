@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from paceline.data.labels import are_unlabelled, number_rows, odd_class_names
 from paceline.data.tables import find_column
-from paceline.dataset_registry import dataset, open_dataset
+from paceline.dataset_registry import dataset, open_registered
 from paceline.errors import DataError
 from paceline.files import SkippedItems
 from paceline.plain_text import load_json, one_form, utf8
@@ -90,7 +90,7 @@ def open_labelled(data: Data, *, per_word: bool = False) -> LabelledTexts:
     Raises:
         DataError: If they do not exist or cannot be read.
     """
-    return open_dataset(data.dataset, {"tagged texts" if per_word else "labelled texts": LabelledTexts}, data)
+    return open_registered(data.dataset, {"tagged texts" if per_word else "labelled texts": LabelledTexts}, data)
 
 
 Encoded = tuple[TokenIds, list[Any], TokenIds, list[str]]

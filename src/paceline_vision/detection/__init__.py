@@ -1,0 +1,1 @@
+"""Detection: find objects in pictures."""

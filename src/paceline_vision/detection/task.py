@@ -24,7 +24,7 @@ from paceline.data.image.datasets import content_of_files
 from paceline.data.pipeline import Pipeline, Placement, reading_threads
 from paceline.data.random_draws import derive_seed
 from paceline.data.slices import evenly_spaced
-from paceline.dataset_registry import open_dataset
+from paceline.dataset_registry import open_registered
 from paceline.errors import ModelError, RecipeError, setting_error
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.plan import DataFacts
@@ -92,7 +92,7 @@ class Detection(Task):
         """The pictures, opened on first use."""
         data = self.recipe.data
         data = replace(data, detection=replace(data.detection, masks=self.has_masks))
-        return open_dataset(data.dataset, {"boxes": BoxDataset}, data)
+        return open_registered(data.dataset, {"boxes": BoxDataset}, data)
 
     def data_facts(self, world: World) -> DataFacts:
         """Open the pictures.

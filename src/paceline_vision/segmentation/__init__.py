@@ -1,0 +1,1 @@
+"""Segmentation: the class of each pixel."""

@@ -19,7 +19,7 @@ from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Batch, Normalize, Placement
 from paceline.data.image.datasets import MOST_IMAGES, content_of_files
 from paceline.data.pipeline import Pipeline, reading_threads
-from paceline.dataset_registry import open_dataset
+from paceline.dataset_registry import open_registered
 from paceline.errors import ModelError, RecipeError, setting_error
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.models.build import check_accepts
@@ -75,7 +75,7 @@ class Segmentation(Task):
         data = self.recipe.data
         data = replace(data, detection=replace(data.detection, masks=True, keep_empty=True))
         kinds: dict[str, type[MaskDataset | BoxDataset]] = {"masks": MaskDataset, "boxes": BoxDataset}
-        opened = open_dataset(data.dataset, kinds, data)
+        opened = open_registered(data.dataset, kinds, data)
         return from_objects(opened) if isinstance(opened, BoxDataset) else opened
 
     @cached_property

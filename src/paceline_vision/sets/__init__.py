@@ -1,0 +1,1 @@
+"""Data sets of pictures with boxes or label maps: each file registers its data sets."""

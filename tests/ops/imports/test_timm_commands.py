@@ -12,6 +12,7 @@ from converted_recipes import check_keys, load, plan_of
 from golden_sentences import check_sentence, raises
 
 from paceline.errors import RecipeError
+from paceline.optimizers import RULES, optimizers_with
 from paceline.recipe.load import load_recipe
 from paceline_ops.imports.draft import Conversion, refusal
 from paceline_ops.imports.timm import TIMM, InputSettings, convert_timm, read_timm
@@ -34,6 +35,12 @@ def test_every_option_of_train_py_is_in_exactly_one_class() -> None:
     names = [name for option in TIMM.options.values() for name in option.names]
     assert sorted(names) == sorted(set(OPTIONS))
     assert all(option.target for option in TIMM.options.values())
+
+
+def test_the_table_has_every_built_in_optimizer_of_timm() -> None:
+    names = {name for name, rule in RULES.items() if rule.reference.startswith("timm.")}
+    assert names <= set(TIMM.options["opt"].values or ())
+    assert TIMM.options["momentum"].needs == "|".join(f"optimizer.name={each}" for each in optimizers_with("momentum"))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

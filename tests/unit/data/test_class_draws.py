@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.data.class_balance import ClassDraws, sampled_order, weights_by_class
+from paceline.data.class_sampling import ClassDraws, sampled_order, weights_by_class
 from paceline.data.order import StepGeometry, epoch_order
 from paceline.errors import RecipeError
 from paceline.world import World

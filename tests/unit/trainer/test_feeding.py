@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.data.image.feeding import remembered
+from paceline.data.image.feed_rates import remembered
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task

@@ -1,0 +1,1 @@
+"""Image data sets: open, check and decode files, augment and batch them."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.heads import broken_files
+from paceline.data.image.file_checks import broken_files
 from paceline.data.image.source import (
     ArraySource,
     FileSource,

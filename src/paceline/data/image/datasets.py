@@ -24,7 +24,7 @@ from paceline.data.image.decode import read_file
 from paceline.data.image.selection import select
 from paceline.data.image.source import BrokenImageError, Content, encoded_source, files_of
 from paceline.data.labels import odd_class_names
-from paceline.dataset_registry import open_dataset as open_registered
+from paceline.dataset_registry import open_registered
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.data import Data
 from paceline.references import is_reference

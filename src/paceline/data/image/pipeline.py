@@ -18,9 +18,9 @@ import torch
 
 from paceline.data.batch import Backend, Batch, Nested, Placement, Progress, to_device
 from paceline.data.image.datasets import LARGEST_SMALL_IMAGE, ImageDataset
-from paceline.data.image.feeding import FeedRates
+from paceline.data.image.feed_rates import FeedRates
+from paceline.data.image.image_store import StoreShape
 from paceline.data.image.source import MeasuredSource, SampleSource, SubsetSource, repeated, unrepeated
-from paceline.data.image.store import StoreShape
 from paceline.data.image.transforms import Mixing, Shape, View, has_variation
 from paceline.data.loaders.memory import MemoryBackend, SyntheticBackend
 from paceline.data.loaders.pytorch import PytorchBackend

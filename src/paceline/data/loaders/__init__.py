@@ -1,0 +1,1 @@
+"""Back-ends that turn slices of samples into batches: loader processes, and images in memory."""

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from paceline.data.batch import Batch, BrokenSample, Progress
+from paceline.data.image.image_store import ImageStore, StoreShape, shrunk
 from paceline.data.image.source import BrokenImageError, SampleSource, as_array, unrepeated
-from paceline.data.image.store import ImageStore, StoreShape, shrunk
 from paceline.data.image.transforms import Draws, Variation, View, draw, evaluation_image, has_variation
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.recipe.data import Augment

@@ -48,8 +48,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from paceline.data.batch import Batch, BrokenSample, joined_along_samples, tensors_in
 from paceline.data.image.decode import DecodedImage, LazyImage, resizes
+from paceline.data.image.image_store import shrunk, vary
 from paceline.data.image.source import BrokenImageError, SampleSource, encoded_source, prefetch
-from paceline.data.image.store import shrunk, vary
 from paceline.data.image.transforms import (
     Draws,
     Shape,

@@ -1,0 +1,1 @@
+"""The report page: one module for each group of sections."""

@@ -15,7 +15,6 @@ _LARGEST_LINEAR = 8192
 _REFERENCE_BATCH, _REFERENCE_RATE = 256, 0.1
 _FEW = 4
 spoils = partial(check, severity="spoils", keeps="training")
-_ADAPTIVE = ("adamw", "lamb", "adafactor", "rmsprop", "lion")
 
 # ------------------------------------------------------------------------------------------ memory
 
@@ -200,7 +199,7 @@ def learning_rate_rule(subject: CheckedRun) -> Found:
     """A learning rate that does not match the batch."""
     optimizer, plan = subject.recipe.optimizer, subject.plan
     batch = min(plan.global_batch_size, plan.train_samples)
-    if optimizer.lr_scaling == "linear" and optimizer.name in _ADAPTIVE:
+    if optimizer.lr_scaling == "linear" and optimizer.rule.is_adaptive:
         return CheckResult(
             f"optimizer.lr_scaling=linear with {optimizer.name}",
             advice="optimizer.lr_scaling=sqrt: adaptive steps do not shrink with the gradient noise",

@@ -16,9 +16,9 @@ from PIL import Image
 
 from paceline.data.image import pipeline as backend_choice
 from paceline.data.image.datasets import ImageDataset, open_dataset
+from paceline.data.image.image_store import StoreShape
 from paceline.data.image.pipeline import choose_backend, choose_workers, open_backend
 from paceline.data.image.source import SampleSource, SubsetSource, repeated
-from paceline.data.image.store import StoreShape
 from paceline.data.image.transforms import View
 from paceline.data.loaders.memory import MemoryBackend, SyntheticBackend
 from paceline.data.loaders.pytorch import PytorchBackend

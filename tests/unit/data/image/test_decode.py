@@ -14,7 +14,7 @@ from PIL import Image
 
 from paceline.data.image import decode as decode_module
 from paceline.data.image.decode import BrokenImageError, decode
-from paceline.data.image.heads import head_fault
+from paceline.data.image.file_checks import head_fault
 from paceline_data.inspect.look import cause
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)

@@ -14,12 +14,12 @@ import pytest
 from image_sets import opened_set
 from PIL import Image
 
-from paceline.data.image import heads
+from paceline.data.image import file_checks
 from paceline.data.image.dataset import SKIP_REASONS, Problems, StoredImages
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets import image_folder
 from paceline.data.image.source import EXTENSIONS
-from paceline.data.tables import read_csv
+from paceline.data.tables import TableFile
 from paceline.errors import DataError, PacelineError
 from paceline.files import SkippedItems, refuse_archive
 from paceline.prediction.sources import pictures_of
@@ -275,7 +275,7 @@ def test_an_archive_is_to_be_unpacked(ending: str, tmp_path: Path) -> None:
 )
 def test_a_binary_file_called_a_table_is_told(begin: bytes, kind: str, tmp_path: Path) -> None:
     (path := tmp_path / "photos.csv").write_bytes(begin + bytes(90))
-    for action in (lambda: open_dataset(Data(path=str(path), dataset="csv")), lambda: read_csv(path)):
+    for action in (lambda: open_dataset(Data(path=str(path), dataset="csv")), lambda: TableFile(path, "csv")):
         with pytest.raises(DataError, match=f"photos.csv' is not what its name says, but {kind}"):
             action()
 
@@ -317,8 +317,10 @@ WRONG = {
 
 @pytest.fixture(autouse=True)
 def without_heic(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (heads, image_folder):
-        monkeypatch.setattr(module, "HEIF_ENDINGS" if module is heads else "EXTENSIONS", ENDINGS[module is heads])
+    for module in (file_checks, image_folder):
+        monkeypatch.setattr(
+            module, "HEIF_ENDINGS" if module is file_checks else "EXTENSIONS", ENDINGS[module is file_checks]
+        )
 
 
 ENDINGS = (tuple(each for each in EXTENSIONS if each not in ("heic", "heif")), ())

@@ -18,7 +18,7 @@ from golden_sentences import raises
 from hypothesis import HealthCheck, assume, given, settings, strategies
 from PIL import Image
 
-from paceline.data.class_balance import weights_by_class
+from paceline.data.class_sampling import weights_by_class
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.selection import keep_known_classes
 from paceline.data.labels import name_rows

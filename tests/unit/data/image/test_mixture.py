@@ -14,7 +14,7 @@ from PIL import Image
 
 import paceline
 from paceline.checkpoint.weights import read_weights
-from paceline.data.class_balance import ClassDraws, counts_by_ratio, sampled_order
+from paceline.data.class_sampling import ClassDraws, counts_by_ratio, sampled_order
 from paceline.data.image.datasets import content_of, open_dataset
 from paceline.data.image.source import encoded_source, files_of, part_numbers, prefetch, sample_names
 from paceline.data.order import StepGeometry

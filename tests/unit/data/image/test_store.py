@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from paceline.data.image.store import ImageStore, StoreShape, vary
+from paceline.data.image.image_store import ImageStore, StoreShape, vary
 from paceline.data.image.transforms import Draws, draw
 from paceline.recipe.data import Augment
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch.nn.functional import interpolate
 
-from paceline.data.image.store import vary
+from paceline.data.image.image_store import vary
 from paceline.data.image.transforms import Draws, View, draw, evaluation_geometry, evaluation_image, resized_part
 from paceline.errors import RecipeError
 from paceline.recipe.data import Augment, Progressive

@@ -5,11 +5,11 @@ from __future__ import annotations
 from paceline.data.image.dataset import DatasetRequest, StoredImages
 from paceline.data.image.sets import IMAGENET, TABLE
 from paceline.data.image.tables import ImageTable
-from paceline.data.tables import TableFile
+from paceline.data.tables import CSV_ENDINGS, TableFile
 from paceline.dataset_registry import dataset
 
 
-@dataset("csv", endings=(".csv", ".tsv", ".tab"), keys=(*TABLE, "target_columns", "split_column"), size=IMAGENET)
+@dataset("csv", endings=CSV_ENDINGS, keys=(*TABLE, "target_columns", "split_column"), size=IMAGENET)
 def open_csv(request: DatasetRequest) -> StoredImages:
     """Read a table of paths and labels, and probe the headers of a few images.
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data.image import feeding
-from paceline.data.image.feeding import FeedRates, needs_measuring, remember, remembered
+from paceline.data.image import feed_rates
+from paceline.data.image.feed_rates import FeedRates, needs_measuring, remember, remembered
 from paceline.data.image.pipeline import choose_workers
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
@@ -69,7 +69,7 @@ def test_only_runs_that_are_fed_alike_share_it(recipe: Recipe, monkeypatch: pyte
         assert remembered(other, World()) is None, key
     for world in (World(world_size=2, local_world_size=2), World(world_size=2, local_world_size=1)):
         assert remembered(recipe, world) is None  # they would have to agree
-    monkeypatch.setattr(feeding, "available_cores", lambda: 1000)
+    monkeypatch.setattr(feed_rates, "available_cores", lambda: 1000)
     assert remembered(recipe, World()) is None
 
 
@@ -77,7 +77,7 @@ def test_a_failure_is_tried_again_after_a_while(recipe: Recipe, monkeypatch: pyt
     remember(recipe, None, reason="the model was away")
     assert remembered(recipe, World()) is None
     assert not needs_measuring(recipe)
-    monkeypatch.setattr(feeding, "_FAILURE_SECONDS", 0.0)
+    monkeypatch.setattr(feed_rates, "_FAILURE_SECONDS", 0.0)
     assert needs_measuring(recipe)
 
 

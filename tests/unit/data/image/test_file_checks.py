@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from paceline.data import disk_cache
-from paceline.data.image import heads
+from paceline.data.image import file_checks
 from paceline.data.image.decode import BrokenImageError, decode
-from paceline.data.image.heads import broken_files, head_fault
+from paceline.data.image.file_checks import broken_files, head_fault
 from paceline.data.image.source import FileSource
 
 
@@ -74,7 +74,7 @@ def test_a_link_that_leads_nowhere_is_not_a_failing_disk(tmp_path: Path) -> None
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FileSource:
     """Eight files, of which the third is broken, so old that what is found may be remembered."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(heads, "MIN_CACHED_SECONDS", 0.0)
+    monkeypatch.setattr(file_checks, "MIN_CACHED_SECONDS", 0.0)
     monkeypatch.setattr(disk_cache, "TOO_FRESH_NS", -(10**12))
     (tmp_path / "set").mkdir()
     for number in range(8):
@@ -87,13 +87,13 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FileSource:
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that are tried."""
     names: list[str] = []
-    real: Callable[[str], str] = heads.head_fault
+    real: Callable[[str], str] = file_checks.head_fault
 
     def noting(path: str) -> str:
         names.append(Path(path).name)
         return real(path)
 
-    monkeypatch.setattr(heads, "head_fault", noting)
+    monkeypatch.setattr(file_checks, "head_fault", noting)
     return names
 
 
@@ -128,6 +128,6 @@ def test_what_changed_just_now_or_cannot_be_read_is_not_remembered(
 
 
 def test_of_a_large_set_some_are_tried(source: FileSource, tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "MAX_TRIED", 4)
+    monkeypatch.setattr(file_checks, "MAX_TRIED", 4)
     assert broken_files(source) == {}
     assert sorted(tried) == ["1.png", "3.png", "5.png", "7.png"]

@@ -1,4 +1,4 @@
-"""Class imbalance: how often samples of each class are drawn, and their weight in the loss."""
+"""Classes of unequal size: how often samples of each class are drawn, and their weight in the loss."""
 
 from __future__ import annotations
 
