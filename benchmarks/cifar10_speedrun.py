@@ -51,7 +51,7 @@ from paceline.errors import PacelineError
 from paceline.models.build import build_model
 from paceline.models.transfer import freeze
 from paceline.recipe.load import load_recipe
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline.trainer.process_settings import keep_freed_memory
 
 _ROUNDS = 5
@@ -141,7 +141,7 @@ def step_costs(recipe: str) -> dict[str, float]:
     return found
 
 
-def _step_cost(settings: Model, frozen: Sequence[str]) -> float:
+def _step_cost(settings: ModelSection, frozen: Sequence[str]) -> float:
     last = torch.channels_last
     torch.manual_seed(0)
     images, labels = torch.randn(500, 3, 32, 32).to(memory_format=last), torch.randint(0, 10, (500,))

@@ -23,7 +23,7 @@ from networks import NETWORKS, build
 
 from paceline.machine import available_cores
 from paceline.models.compiled import CompiledNetwork, CompileLog
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 
 WAYS = ("train", "evaluate")
 
@@ -60,7 +60,7 @@ def make(options: argparse.Namespace, *, bf16: bool) -> Job:
     torch.manual_seed(0)
     network = build(options.network).to(memory_format=torch.channels_last)
     sizes = {"train_sizes": (options.batch,), "evaluation_sizes": (options.batch,)}
-    compiled = CompiledNetwork(network, Model(compile=True), log=CompileLog(), **sizes)
+    compiled = CompiledNetwork(network, ModelSection(compile=True), log=CompileLog(), **sizes)
     images = torch.randn(options.batch, 3, options.size, options.size).contiguous(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
     return Job(network, compiled, images, torch.randint(0, 10, (options.batch,)), optimizer, bf16)

@@ -28,7 +28,7 @@ from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_events
 from paceline.trainer.train import Options, train_recipe
 from paceline.units import Duration
-from paceline_advisor.bench.target import Target
+from paceline_advisor.bench.target import MetricTarget
 from paceline_advisor.commands import NoiseScale, SweepBatch
 from paceline_advisor.tuning.batch_sweep import COLUMNS, RuleResult, Swept, knee_in_words, sweep_batch, table_rows
 from paceline_advisor.tuning.noise_scale import NoiseReport, measure_noise
@@ -48,7 +48,7 @@ OVERRIDES = (
 )
 BATCHES = (8, 16, 32, 64, 128, 256, 512)
 OWN_BATCH = 64
-TARGET = Target("top1_accuracy", 90)
+TARGET = MetricTarget("top1_accuracy", 90)
 WITHIN = 3.0
 
 

@@ -24,7 +24,7 @@ from paceline_advisor.formulas.parallel_step import (
     Network,
     OneDevice,
     ParallelConfig,
-    Prediction,
+    StepPrediction,
     Unit,
     predict,
 )
@@ -68,7 +68,7 @@ def host_of(row: Published) -> Host:
     )
 
 
-def predicted(row: Published, **changed: float) -> Prediction:
+def predicted(row: Published, **changed: float) -> StepPrediction:
     """What is predicted of a row by one GPU's rate and the cluster's datasheet, with constants changed if asked for."""
     cluster = CLUSTERS[row.cluster]
     device = None if cluster.device is None else find_device(cluster.device).multiprocessors

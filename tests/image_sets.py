@@ -17,7 +17,7 @@ from paceline.dataset_registry import find_dataset
 from paceline.recipe.data import Data
 
 if TYPE_CHECKING:
-    from paceline.data.image.sets.packed import Manifest
+    from paceline.data.image.sets.packed import PackedManifest
 
 
 def opened_set(
@@ -66,7 +66,7 @@ def photo_recipe(data: dict[str, Any], **sections: Any) -> dict[str, Any]:
     }
 
 
-def packed(source: Path | str, destination: Path, **options: Any) -> tuple[Manifest, int]:
+def packed(source: Path | str, destination: Path, **options: Any) -> tuple[PackedManifest, int]:
     """The images of a source, packed as the command does it."""
     from paceline_data.packing.pack import Request, pack
 

@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class UpdateRule:
     """An update rule.
 
     Attributes:
@@ -40,27 +40,27 @@ class Rule:
 
 
 RULES = {
-    "sgd": Rule(reference="torch.optim:SGD", keys=("momentum", "nesterov"), state_numbers=0, is_adaptive=False),
-    "adamw": Rule(reference="torch.optim:AdamW", keys=("betas", "eps")),
-    "rmsprop": Rule(reference="torch.optim:RMSprop", keys=("momentum", "alpha", "eps"), state_numbers=1),
-    "adafactor": Rule(reference="torch.optim:Adafactor", state_numbers=0, has_momentum=False),
+    "sgd": UpdateRule(reference="torch.optim:SGD", keys=("momentum", "nesterov"), state_numbers=0, is_adaptive=False),
+    "adamw": UpdateRule(reference="torch.optim:AdamW", keys=("betas", "eps")),
+    "rmsprop": UpdateRule(reference="torch.optim:RMSprop", keys=("momentum", "alpha", "eps"), state_numbers=1),
+    "adafactor": UpdateRule(reference="torch.optim:Adafactor", state_numbers=0, has_momentum=False),
     # LAMB's own clipping is off: gradients are clipped only by optimizer.clip_norm.
-    "lamb": Rule(
+    "lamb": UpdateRule(
         reference="timm.optim:Lamb",
         keys=("betas", "eps"),
         eps=1e-6,
         fixed={"max_grad_norm": None},
         unscaled="adamw",
     ),
-    "lars": Rule(
+    "lars": UpdateRule(
         reference="timm.optim:Lars",
         keys=("momentum", "nesterov", "trust_coefficient", "eps"),
         state_numbers=0,
         is_adaptive=False,
         unscaled="sgd",
     ),
-    "lion": Rule(reference="timm.optim:Lion", keys=("betas",), state_numbers=1, betas=(0.9, 0.99)),
-    "muon": Rule(
+    "lion": UpdateRule(reference="timm.optim:Lion", keys=("betas",), state_numbers=1, betas=(0.9, 0.99)),
+    "muon": UpdateRule(
         reference="timm.optim:Muon",
         keys=("momentum", "nesterov", "betas"),
         state_numbers=1,
@@ -68,7 +68,7 @@ RULES = {
         is_adaptive=False,
     ),
 }
-UNKNOWN_RULE = Rule(reference="", is_adaptive=False)
+UNKNOWN_RULE = UpdateRule(reference="", is_adaptive=False)
 """Assumed of any other optimizer: it keeps as much state as Adam, and takes none of the keys."""
 
 

@@ -28,7 +28,7 @@ from paceline.command import (
 from paceline.errors import PacelineError, RecipeError, did_you_mean
 from paceline.recipe.load import LoadedRecipe, load_recipe, refuse_training_overrides
 from paceline.recipe.running import Parallel
-from paceline.recipe.training import Train
+from paceline.recipe.training import TrainSection
 from paceline.units import Duration, TimeSpan, parse_bytes
 from paceline_advisor import frozen
 from paceline_advisor.apply import check_new
@@ -192,7 +192,7 @@ class FindLr(RecipeCommand, Sweep):
 
 
 @frozen
-class Cluster(RecipeCommand):
+class ClusterOptions(RecipeCommand):
     """Options of `scale` and `plan`: the cluster, and the speed of one device on it."""
 
     batch_per_gpu: Annotated[
@@ -238,7 +238,7 @@ class Cluster(RecipeCommand):
 
     def scale(self, sizes: tuple[int, ...]) -> Scale:
         """The prediction for some numbers of devices, with every strategy."""
-        return Scale(**{each.name: getattr(self, each.name) for each in fields(Cluster)}, world_sizes=sizes)
+        return Scale(**{each.name: getattr(self, each.name) for each in fields(ClusterOptions)}, world_sizes=sizes)
 
     def __post_init__(self) -> None:
         if self.one_gpu_batch is not None and not self.has_figure:
@@ -251,7 +251,7 @@ class Cluster(RecipeCommand):
 
 @command("scale", runs="paceline_advisor.scaling.study:scale", group="Before a run", place=2)
 @frozen
-class Scale(Cluster):
+class Scale(ClusterOptions):
     """Predict scaling over GPUs, and measure it where possible.
 
     Samples per second, efficiency, hours and cost are predicted with DDP and FSDP. The prediction starts from one
@@ -292,7 +292,7 @@ class Scale(Cluster):
 
 @command("plan", runs="paceline_advisor.scaling.planning:plan_training", group="Before a run", place=1)
 @frozen
-class Plan(Cluster):
+class PlanTraining(ClusterOptions):
     """Choose the number of GPUs for a deadline or a budget.
 
     It finds the cheapest training that meets a deadline, or the fastest within a budget, with GPUs, strategy, global
@@ -450,7 +450,7 @@ class Bench(RecipeCommand):
     ] = ()
     precisions: Annotated[
         tuple[str, ...],
-        Shape(metavar="NAME,...", parse=_names("precision", Train), without=("to",)),
+        Shape(metavar="NAME,...", parse=_names("precision", TrainSection), without=("to",)),
         "fp32, bf16, ... (default: the recipe's).",
     ] = ()
     backends: Annotated[

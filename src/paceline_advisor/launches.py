@@ -27,7 +27,7 @@ class OverdueError(Exception):
     """A launch missed its time limit; its processes were killed."""
 
 
-class Launch:
+class CommandProcess:
     """``paceline ARGUMENTS`` as a process with all its descendants, whichever parent or session they have (Linux).
 
     Args:
@@ -155,7 +155,7 @@ class Launch:
         self.kill()
 
 
-def said(launch: Launch) -> str:
+def said(launch: CommandProcess) -> str:
     """Return the final message of a launch, in one line."""
     code = launch.process.poll()
     _, has_message, message = f"\n{launch.err.strip()}".partition("\npaceline: ")

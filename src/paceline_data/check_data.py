@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from paceline_data.inspect.check import DataReport
-    from paceline_data.inspect.findings import Entry
+    from paceline_data.inspect.findings import FindingEntry
     from paceline_data.inspect.gather import Progress
     from paceline_data.inspect.quarantine import Quarantine
 
@@ -161,7 +161,7 @@ def _moved(quarantine: Quarantine, report: DataReport) -> Iterator[str]:
         yield one_line(f"but what is left cannot be trained on: {report.unusable}")
 
 
-def _line(entry: Entry, root: str | None) -> str:
+def _line(entry: FindingEntry, root: str | None) -> str:
     parts = [_relative(entry.name, root)]
     if entry.detail:
         parts.append(f"({_relative(entry.detail, root)})")

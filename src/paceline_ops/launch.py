@@ -19,7 +19,7 @@ from paceline.pages.shown import Document, Result, Shown
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline_ops.jobs.kubernetes import Workload, check, indexed_job, job_name, pytorch_job
 from paceline_ops.jobs.slurm import Job, check_time, folder_name, job_script, split_sweep, submit
-from paceline_ops.jobs.slurm import Shape as JobShape
+from paceline_ops.jobs.slurm import JobResources as JobShape
 from paceline_ops.jobs.torchrun import torchrun_command
 
 JobName = Annotated[str | None, Shape(metavar="NAME"), "Job name (default: the recipe's name)."]

@@ -70,9 +70,9 @@ class Serve:
             from paceline.inference.predict import open_predictor
             from paceline.world import World
             from paceline_ops.serving import server
-            from paceline_ops.serving.service import Limits
+            from paceline_ops.serving.service import ServiceLimits
 
-        limits = Limits(
+        limits = ServiceLimits(
             request_bytes=int(self.max_request_mb * _MEBIBYTE),
             images=self.max_images,
             pixels=self.max_pixels,

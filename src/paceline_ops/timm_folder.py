@@ -23,7 +23,7 @@ from paceline.checkpoint.weights import ROUNDED, SavedWeights, weights_sha256
 from paceline.errors import ModelError, RecipeError, RunDirectoryError
 from paceline.inference.export import ExportRequest, file_metadata, rounded, write_tensors
 from paceline.models.build import HUB, hub_network
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline.records.events import for_display
 from paceline.records.reader import NO_METRICS, read_environment, read_events
 from paceline.records.run_directory import RunDirectory
@@ -86,7 +86,7 @@ def write_hub_folder(
     requested, options = str(model.get("name", "small_resnet")), dict(model.get("options", {}))
     name = requested.partition(".")[0]
     if requested.startswith(HUB):
-        _, name, from_hub = hub_network(Model(name=requested))
+        _, name, from_hub = hub_network(ModelSection(name=requested))
         options = from_hub | options
     is_timms = type(exportable.network).__module__.startswith("timm.") and timm.is_model(name)
     if exportable.outputs is None or not is_timms:
@@ -163,7 +163,7 @@ _VERSIONS = ("paceline", "torch", "timm", "python")
 
 
 @dataclass(frozen=True)
-class _Origin:
+class _WeightsOrigin:
     """A run directory's facts about the weights; empty if there is no run directory.
 
     Attributes:
@@ -221,7 +221,7 @@ def model_card(saved: SavedWeights, architecture: str, *, weights_file: Path, ru
     return "\n\n".join(parts) + "\n"
 
 
-def _origin(saved: SavedWeights, target: Path) -> _Origin:
+def _origin(saved: SavedWeights, target: Path) -> _WeightsOrigin:
     """Find the run directory around the weights; a standalone file has none."""
     steps = [match for part in saved.path.parts if (match := _STEP.fullmatch(part))]
     step = int(steps[-1][1]) if steps else None
@@ -231,7 +231,7 @@ def _origin(saved: SavedWeights, target: Path) -> _Origin:
         else next((each for each in saved.path.parents if RunDirectory(each).exists()), None)
     )
     if folder is None or step is None:
-        return _Origin(step=step)
+        return _WeightsOrigin(step=step)
     try:
         facts = [
             for_display(event, RunDirectory(folder).events)
@@ -240,8 +240,8 @@ def _origin(saved: SavedWeights, target: Path) -> _Origin:
         ]
         environment = read_environment(RunDirectory(folder))
     except RunDirectoryError:
-        return _Origin(folder.resolve().name, step)
-    return _Origin(folder.resolve().name, step, facts[-1] if facts else {}, environment)
+        return _WeightsOrigin(folder.resolve().name, step)
+    return _WeightsOrigin(folder.resolve().name, step, facts[-1] if facts else {}, environment)
 
 
 def _front_matter(architecture: str, data: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
@@ -263,12 +263,12 @@ def _front_matter(architecture: str, data: Mapping[str, Any], metrics: Mapping[s
     return f"---\n{yaml.safe_dump(matter, sort_keys=False, allow_unicode=True)}---"
 
 
-def _versions(origin: _Origin) -> dict[str, str]:
+def _versions(origin: _WeightsOrigin) -> dict[str, str]:
     versions = origin.environment.get("versions", origin.environment)
     return {key: str(versions[key]) for key in _VERSIONS if isinstance(versions, Mapping) and key in versions}
 
 
-def _about(saved: SavedWeights, architecture: str, data: Mapping[str, Any], origin: _Origin) -> dict[str, str]:
+def _about(saved: SavedWeights, architecture: str, data: Mapping[str, Any], origin: _WeightsOrigin) -> dict[str, str]:
     names = ["not known"] if data.get(UNNAMED) else [str(each) for each in data["class_names"]]
     more = f", … ({len(names)} in all)" if len(names) > _MOST_NAMES else ""
     shown = ", ".join(json.dumps(each, ensure_ascii=False)[1:-1] for each in names[:_MOST_NAMES])
@@ -287,7 +287,7 @@ def _about(saved: SavedWeights, architecture: str, data: Mapping[str, Any], orig
     }
 
 
-def _results(saved: SavedWeights, origin: _Origin) -> str:
+def _results(saved: SavedWeights, origin: _WeightsOrigin) -> str:
     if not origin.metrics:
         return (
             "## How good it is\n\nNot known: no evaluation of these weights at this step was found. "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline.errors import ModelError
 from paceline.models.factories import call_factory, named_factory, unknown_model
 from paceline.plan.strategy import optimizer_state_numbers
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline.recipe.schema import Recipe
 from paceline.units import format_bytes
 
@@ -146,7 +146,7 @@ def click_model_names() -> list[str]:
     return list(CLICK_MODELS)
 
 
-def build_click_model(model: Model, *, dense_features: int, table_rows: Sequence[int]) -> nn.Module:
+def build_click_model(model: ModelSection, *, dense_features: int, table_rows: Sequence[int]) -> nn.Module:
     """Build the recipe's network for click data.
 
     Args:

@@ -21,7 +21,7 @@ from paceline.files import SkippedItems, has_extension, refuse_special_inputs
 from paceline.plain_text import load_json
 from paceline.prediction.predictor import NOT_FINITE, Answer, Predictor, Prompt, Reply
 from paceline.prediction.sources import PictureFile
-from paceline.recipe.data import Text
+from paceline.recipe.data import TextSection
 from paceline.tasks.exportable import Exportable, Input
 from paceline_text.entities import entities_in, entity_types
 from paceline_text.pipeline import padded
@@ -219,7 +219,7 @@ class TextLabeller(Predictor):
     )
 
     def __init__(
-        self, saved: SavedWeights, network: nn.Module, tokenizer: Tokenizer, device: torch.device, text: Text
+        self, saved: SavedWeights, network: nn.Module, tokenizer: Tokenizer, device: torch.device, text: TextSection
     ) -> None:
         data = saved.description("data")
         self._saved, self.network, self.tokenizer, self._device = saved, network, tokenizer, device

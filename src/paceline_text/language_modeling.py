@@ -23,7 +23,7 @@ from paceline.errors import DataError, ModelError
 from paceline.files import SkippedItems
 from paceline.metrics.accumulator import Collector, Metric, exact_sum
 from paceline.plan import DataFacts
-from paceline.recipe.model import Model as ModelSection
+from paceline.recipe.model import ModelSection
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task

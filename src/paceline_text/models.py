@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from paceline.errors import ModelError
 from paceline.models.factories import call_factory, check_options, mix_in, named_factory, unknown_model
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline_text.transformers_models import (
     PREFIX,
     WHAT,
@@ -38,7 +38,7 @@ _MOST = {"depth": 1000, "width": 1_000_000, "heads": 1_000_000, "hidden": 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class TransformerShape:
     """The architecture of a transformer.
 
     GPT-2 is ``depth=12, width=768, heads=12, activation=gelu_tanh, norm=layer, positions=learned, bias=true``.
@@ -110,7 +110,7 @@ class Shape:
 class Attention(nn.Module):
     """Multi-head attention (Vaswani et al. 2017) by PyTorch's fused kernels."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         self.heads, self.causal, self.dropout = shape.heads, shape.causal, shape.dropout
         self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=shape.bias)
@@ -137,7 +137,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Two linear layers with a non-linearity between them, applied to each token."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         self.activation = shape.activation
         factor = 2 if shape.activation == "swiglu" else 1
@@ -156,10 +156,10 @@ class FeedForward(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Pre-norm attention and feed-forward, each with a residual connection."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         self.norm1, self.attention = _norm(shape), Attention(shape)
         self.norm2, self.feed_forward = _norm(shape), FeedForward(shape)
@@ -175,13 +175,13 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Maps token ids to a score for each id at each position."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         self.shape = shape
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Embedding(shape.context, shape.width) if shape.positions == "learned" else None
         self.dropout = nn.Dropout(shape.dropout)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
+        self.blocks = nn.ModuleList(TransformerBlock(shape) for _ in range(shape.depth))
         self.norm = _norm(shape)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         self._initialize()
@@ -230,15 +230,15 @@ class Transformer(nn.Module):
 
 
 def transformer(vocabulary: int, context: int, causal: bool, **options: Any) -> Transformer:  # by name
-    """Build a transformer; the options are those of :class:`Shape`."""
-    return Transformer(Shape(vocabulary=vocabulary, context=context, causal=causal, **options))
+    """Build a transformer; the options are those of :class:`TransformerShape`."""
+    return Transformer(TransformerShape(vocabulary=vocabulary, context=context, causal=causal, **options))
 
 
 # Exposes the available options; mypy knows no such attribute of functions.
-transformer.__signature__ = inspect.signature(Shape, eval_str=True)  # type: ignore[attr-defined]  # read by inspect
+transformer.__signature__ = inspect.signature(TransformerShape, eval_str=True)  # type: ignore[attr-defined]  # read by inspect
 
 
-def _norm(shape: Shape) -> nn.Module:
+def _norm(shape: TransformerShape) -> nn.Module:
     if shape.norm == "rms":
         return nn.RMSNorm(shape.width, eps=shape.norm_eps)
     return nn.LayerNorm(shape.width, eps=shape.norm_eps, bias=shape.bias)
@@ -266,7 +266,7 @@ def language_model_names() -> list[str]:
     return list(OWN_LANGUAGE_MODELS)
 
 
-def build_language_model(model: Model, *, vocabulary: int, context: int, is_masked: bool = False) -> nn.Module:
+def build_language_model(model: ModelSection, *, vocabulary: int, context: int, is_masked: bool = False) -> nn.Module:
     """Build the recipe's network for tokens: ``model(tokens, positions=None, documents=None)`` returns logits.
 
     Args:
@@ -313,7 +313,7 @@ class TextClassifier(nn.Module):
 
 
 def build_text_classifier(
-    model: Model, *, vocabulary: int, context: int, classes: int, pad: int, per_token: bool = False
+    model: ModelSection, *, vocabulary: int, context: int, classes: int, pad: int, per_token: bool = False
 ) -> nn.Module:
     """Build the recipe's network that classifies texts: ``model(tokens, mask)`` returns logits, [N, classes].
 
@@ -346,6 +346,6 @@ def build_text_classifier(
     return network
 
 
-def is_causal(model: Model) -> bool | None:
+def is_causal(model: ModelSection) -> bool | None:
     """Whether a network is causal; None if its name does not tell."""
     return OWN_LANGUAGE_MODELS.get(model.name)

@@ -246,7 +246,7 @@ def target_count(corpus: StoredCorpus, table: RowTable) -> IntArray:
     return _segment_sums(cumulative[first + stops] - cumulative[first + table.begins + 1], table.starts)
 
 
-class Row(NamedTuple):
+class TokenRow(NamedTuple):
     """The tokens of one row.
 
     Attributes:
@@ -262,7 +262,7 @@ class Row(NamedTuple):
     documents: IntArray
 
 
-def read_row(corpus: StoredCorpus, table: RowTable, row: int) -> Row:
+def read_row(corpus: StoredCorpus, table: RowTable, row: int) -> TokenRow:
     """Read a row's tokens and the token after each."""
     pieces = table.pieces(row)
     if table.separate:
@@ -277,12 +277,12 @@ def read_row(corpus: StoredCorpus, table: RowTable, row: int) -> Row:
         tokens = np.concatenate([ids[:n] for ids, n in zip(read, sizes, strict=True)])
         positions = np.concatenate([np.arange(n, dtype=np.int64) for n in sizes])
         documents = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
-        return Row(tokens, np.concatenate(after).astype(np.int64), positions, documents)
+        return TokenRow(tokens, np.concatenate(after).astype(np.int64), positions, documents)
     parts, following = [corpus.read(*piece) for piece in pieces], table.next_piece(row)
     parts.append(np.array([IGNORED_TARGET]) if following is None else corpus.read(*following, following[1] + 1))
     stream = np.concatenate(parts)
     size = len(stream) - 1
-    return Row(stream[:-1], stream[1:], np.arange(size, dtype=np.int64), np.zeros(size, dtype=np.int64))
+    return TokenRow(stream[:-1], stream[1:], np.arange(size, dtype=np.int64), np.zeros(size, dtype=np.int64))
 
 
 def _segment_sums(values: IntArray, starts: IntArray) -> IntArray:

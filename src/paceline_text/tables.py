@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.data.tables import FORMATS, PLAIN_TEXTS, Table, TableFile, TableFiles, by_split, choose_splits, find_files
+from paceline.data.tables import (
+    FORMATS,
+    PLAIN_TEXTS,
+    DataTable,
+    TableFile,
+    TableFiles,
+    by_split,
+    choose_splits,
+    find_files,
+)
 from paceline.errors import DataError
 from paceline.files import SkippedItems, has_extension, visible_entries
 from paceline.recipe.data import Data
@@ -19,7 +28,7 @@ Choose = Callable[[Sequence[str], Mapping[str, Any], str], Sequence[str]]
 """Chooses columns: called with all of them, Hugging Face's metadata of each, and the table's name for messages."""
 
 
-class Row(NamedTuple):
+class NamedRow(NamedTuple):
     """The cells of the chosen columns, and the row's name: ``row 3 of 'train.csv'``, counted from 1."""
 
     name: str
@@ -36,14 +45,17 @@ class TextTable(NamedTuple):
         features: Hugging Face's metadata of each column.
     """
 
-    train: list[Row]
-    held_out: list[Row]
+    train: list[NamedRow]
+    held_out: list[NamedRow]
     reason: str | None
     features: Mapping[str, Any]
 
 
 def read_table(
-    data: Data, choose: Choose, left_out: SkippedItems, split: Callable[[list[Row], float], Split[Row]] = split_by_name
+    data: Data,
+    choose: Choose,
+    left_out: SkippedItems,
+    split: Callable[[list[NamedRow], float], Split[NamedRow]] = split_by_name,
 ) -> TextTable:
     """Read the chosen columns of the table at ``data.path``.
 
@@ -70,9 +82,9 @@ def read_table(
         )
     train, held_out, reason = choose_splits(files, left_out, score_all=data.score_all)
 
-    def read(split: str, split_column: str | None) -> tuple[Table, list[Row]]:
+    def read(split: str, split_column: str | None) -> tuple[DataTable, list[NamedRow]]:
         opened = [TableFile(path, FORMATS.get(path.suffix[1:].lower(), files.format)) for path in files.splits[split]]
-        table = Table(
+        table = DataTable(
             repr(str(root)),
             opened,
             lambda file: choose(file.schema.names, files.features, repr(str(file.path))),
@@ -81,7 +93,7 @@ def read_table(
         )
         places = [(file, number) for file, count in zip(opened, table.counts, strict=True) for number in range(count)]
         names = (f"row {number + 1} of {file.path.name!r}" for file, number in places)
-        return table, list(map(Row, names, table.rows))
+        return table, list(map(NamedRow, names, table.rows))
 
     if held_out is not None:
         rows = read(held_out, None)[1]

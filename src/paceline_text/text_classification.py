@@ -22,7 +22,7 @@ from paceline.metrics.answers import Answers
 from paceline.metrics.named import absent_classes
 from paceline.plain_text import one_form
 from paceline.plan import DataFacts
-from paceline.recipe.model import Model as ModelSection
+from paceline.recipe.model import ModelSection
 from paceline.recipe.unused import all_but
 from paceline.tasks.class_losses import ClassificationLoss, rank_of_target
 from paceline.tasks.task import Model, Task

@@ -22,7 +22,7 @@ from paceline.errors import ModelError, did_you_mean
 from paceline.models.adapters import PartlyNew
 from paceline.models.factories import mix_in
 from paceline.plain_text import load_json
-from paceline.recipe.model import OPENING_OPTIONS, Model
+from paceline.recipe.model import OPENING_OPTIONS, ModelSection
 from paceline.storage.hub import model_files
 
 PREFIX = "transformers:"
@@ -48,7 +48,7 @@ _WINDOWS = ("sliding_window", "local_attention", "attention_chunk_size", "attent
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def build_transformers_model(model: Model, *, vocabulary: int, context: int, objective: Objective) -> nn.Module:
+def build_transformers_model(model: ModelSection, *, vocabulary: int, context: int, objective: Objective) -> nn.Module:
     """Build ``transformers:NAME``, ``:FOLDER`` or ``:OWNER/NAME``, called as ``model(tokens, positions, documents)``.
 
     Its parameters have the library's names, so weights are compatible in both directions. Weights are initialised by
@@ -81,7 +81,7 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
 
 
 def build_transformers_classifier(
-    model: Model, *, vocabulary: int, context: int, classes: int, pad: int, objective: Objective
+    model: ModelSection, *, vocabulary: int, context: int, classes: int, pad: int, objective: Objective
 ) -> SequenceClassifier:
     """Build ``transformers:NAME``, ``:FOLDER`` or ``:OWNER/NAME`` as a classifier, called as ``model(tokens, mask)``.
 
@@ -235,7 +235,7 @@ def _require() -> None:
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # it warns of a library that Transformers imports
 
 
-def _folder(model: Model) -> Path | None:
+def _folder(model: ModelSection) -> Path | None:
     """Return the folder with the network's files, downloaded if necessary; None for the name of an architecture."""
     name = model.name.removeprefix(PREFIX)
     if not ("/" in name or Path(name).expanduser().is_dir()):
@@ -249,7 +249,7 @@ def _folder(model: Model) -> Path | None:
     return folder
 
 
-def _described(model: Model) -> tuple[str, dict[str, Any]]:
+def _described(model: ModelSection) -> tuple[str, dict[str, Any]]:
     """Return the model type and the config keys: the folder's, overridden by the recipe's."""
     options = dict(model.options)
     if _KEPT in options:
@@ -289,7 +289,7 @@ def _registry(objective: Objective) -> Mapping[str, Any]:
     return known[objective]
 
 
-def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, model: Model) -> Any:
+def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, model: ModelSection) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -333,7 +333,7 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, model:
         ) from error
 
 
-def _fit_vocabulary(config: Any, vocabulary: int, *, is_requested: bool, model: Model) -> None:
+def _fit_vocabulary(config: Any, vocabulary: int, *, is_requested: bool, model: ModelSection) -> None:
     if not hasattr(config, "vocab_size"):
         raise ModelError(
             f"model.name={model.name}: {config.model_type} has no vocab_size, so it is not a plain language model.",
@@ -377,7 +377,7 @@ def _fit_context(config: Any, context: int, *, requested: set[str], name: str) -
         config.max_position_embeddings = context + (0 if pad is None else pad + 1)
 
 
-def _built(config: Any, objective: Objective, model: Model) -> nn.Module:
+def _built(config: Any, objective: Objective, model: ModelSection) -> nn.Module:
     import transformers
     from transformers.initialization import no_init_weights
 
@@ -409,7 +409,7 @@ def _built(config: Any, objective: Objective, model: Model) -> nn.Module:
     return built
 
 
-def _loaded(factory: Any, config: Any, model: Model) -> nn.Module:
+def _loaded(factory: Any, config: Any, model: ModelSection) -> nn.Module:
     """Return a network with the weights of its folder; only a classifier may be new.
 
     Raises:
@@ -493,9 +493,9 @@ def _check_attention(kind: str, objective: Objective, switches: tuple[tuple[str,
         positions = torch.cat([torch.arange(5), torch.arange(6)])[None]
         documents = torch.tensor([[0] * 5 + [1] * 6])
         try:
-            config = _configured(kind, {**dict(switches), **sizes, "vocab_size": 8}, objective, Model(name=kind))
+            config = _configured(kind, {**dict(switches), **sizes, "vocab_size": 8}, objective, ModelSection(name=kind))
             _fit_context(config, 16, requested=set(), name=kind)
-            network = _as_language_model(_built(config, objective, Model(name=kind)), objective, {}).eval()
+            network = _as_language_model(_built(config, objective, ModelSection(name=kind)), objective, {}).eval()
             first, second = network(tokens[:, :5]), network(tokens[:, 5:])
             sees_ahead = not torch.allclose(network(tokens[:, :4]), first[:, :4], atol=1e-5)
         except Exception:  # noqa: BLE001  # what cannot be tried is not promised

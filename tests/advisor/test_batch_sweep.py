@@ -14,7 +14,7 @@ from paceline.errors import PacelineError, RecipeError, RunDirectoryError
 from paceline.pages.shown import write_result
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
-from paceline_advisor.bench.target import Target, TargetRun, one_run
+from paceline_advisor.bench.target import MetricTarget, TargetRun, one_run
 from paceline_advisor.commands import SweepBatch
 from paceline_advisor.tuning.batch_sweep import (
     RUNS_FILE,
@@ -36,7 +36,7 @@ QUICK = (
     "train.ema=off",
     "evaluate.every=5 steps",
 )
-TARGET = Target("top1_accuracy", 40)
+TARGET = MetricTarget("top1_accuracy", 40)
 
 
 def requested(tmp_path: Path, **changes: Any) -> SweepBatch:
@@ -144,7 +144,7 @@ def test_batch_norms_groups_follow_the_batch(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_later_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def limited(target: Target, recipe: Recipe, *, processes: int) -> TargetRun:
+    def limited(target: MetricTarget, recipe: Recipe, *, processes: int) -> TargetRun:
         if recipe.batch.global_size == 64:
             return TargetRun(seed=recipe.seed, trouble="no more shared memory")
         return one_run(target, recipe, processes=processes)

@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import LaunchError
 from paceline.recipe.load import load_recipe
 from paceline_advisor.bench.interleaved import of_all, run_interleaved
-from paceline_advisor.launches import Launch
+from paceline_advisor.launches import CommandProcess
 
 
 def answer(seconds: float, joules: float | None = None, counter: str = "", peak: int | None = None) -> dict[str, Any]:
@@ -65,5 +65,5 @@ def test_a_variant_that_cannot_be_started_is_reported_and_leaves_nothing(
 @pytest.mark.usefixtures("no_process_starts")
 def test_a_launch_that_cannot_be_started_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="cannot be started"):
-        Launch(["environment"], tmp_path / "launch", limit_seconds=10)
+        CommandProcess(["environment"], tmp_path / "launch", limit_seconds=10)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []

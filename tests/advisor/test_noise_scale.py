@@ -11,7 +11,7 @@ import torch
 
 from paceline.checkpoint.store import checkpoint_name
 from paceline.errors import RecipeError, RunDirectoryError
-from paceline.metrics.gradient_noise import Estimate, NoiseAverages
+from paceline.metrics.gradient_noise import NoiseAverages, NoiseEstimate
 from paceline.pages.page import Chart, Table
 from paceline.recipe.load import load_recipe
 from paceline.telemetry.display import Display
@@ -83,9 +83,9 @@ def test_a_run_is_measured_at_each_checkpoint_and_stays_as_it_is(tmp_path: Path)
 
 def test_an_open_interval_and_a_missing_value_are_shown_apart() -> None:
     measured = {
-        0: [Estimate(8.0, 1.0), Estimate(8.1, 1.01), Estimate(7.9, 0.99)],
-        4: [Estimate(8.0, 2.0), Estimate(8.0, -1.0), Estimate(8.0, 1.0)],
-        8: [Estimate(8.0, -1.0), Estimate(8.0, 0.5)],
+        0: [NoiseEstimate(8.0, 1.0), NoiseEstimate(8.1, 1.01), NoiseEstimate(7.9, 0.99)],
+        4: [NoiseEstimate(8.0, 2.0), NoiseEstimate(8.0, -1.0), NoiseEstimate(8.0, 1.0)],
+        8: [NoiseEstimate(8.0, -1.0), NoiseEstimate(8.0, 0.5)],
     }
     points = [
         NoisePoint(step=step, averages=NoiseAverages.of(found), steps=len(found)) for step, found in measured.items()

@@ -23,7 +23,7 @@ from paceline.tasks.task import Task, build_task
 from paceline.world import World
 from paceline_advisor.commands import Prove
 from paceline_advisor.prove.evidence import difference
-from paceline_advisor.prove.recorder import REFERENCE, Recorder, RecorderConfig
+from paceline_advisor.prove.recorder import REFERENCE, RecorderConfig, RecordingTask
 from paceline_advisor.prove.runs import Sizes, shortened, unproved_settings
 from paceline_advisor.prove.study import prove
 
@@ -299,7 +299,7 @@ def test_of_a_detector_s_pictures_some_are_taken_from_all_over(tmp_path: Path) -
         task=REFERENCE, folder=str(tmp_path), samples=5, evaluation_samples=3, double=True, kept_steps=()
     )
     complete = task.dataset
-    facts = Recorder(task, orders).data_facts(World())
+    facts = RecordingTask(task, orders).data_facts(World())
     assert (facts.train_samples, facts.evaluation_samples) == (5, 3)
     few = task.dataset
     assert (len(few.train), len(few.validation)) == (5, 3)
@@ -358,7 +358,7 @@ def test_a_task_that_knows_no_views_is_refused_by_its_own_name(proof: Any, tiny_
 
 def test_recorder_forwards_every_task_method() -> None:
     hooks = {name for name, each in vars(Task).items() if callable(each)} - {"__init__"}
-    assert hooks <= set(vars(Recorder))
+    assert hooks <= set(vars(RecordingTask))
 
 
 def test_adapters_drop_nothing_in_short_runs(tiny_recipe: Path) -> None:

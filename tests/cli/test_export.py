@@ -9,7 +9,7 @@ from calls import Call
 from hub_server import HubServer
 
 from paceline.models.build import build_model
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 
 
 def test_what_is_written_is_said(paceline_here: Call, finished: Path, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_an_export_is_listed_and_then_pushed(
     assert message["files"] == {name: len(content) for name, content in sent.items()}
     assert hub.private == {"me/digits": True}
     assert hub.tokens == {"Bearer hf_planted-token"}
-    network = build_model(Model(name="hf-hub:me/digits", pretrained=True), num_classes=10, in_channels=1)
+    network = build_model(ModelSection(name="hf-hub:me/digits", pretrained=True), num_classes=10, in_channels=1)
     assert type(network).__name__ == "ResNet"
     again = paceline_here("export", "hf://me/digits", "--format", "timm", "--output", "again").ended(0)
     assert "timm matches the network" in again.out

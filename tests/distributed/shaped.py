@@ -21,11 +21,11 @@ from paceline.errors import PacelineError
 from paceline.machine import available_cores
 from paceline.recipe.load import load_recipe, to_yaml
 from paceline.recipe.schema import Recipe
-from paceline.recipe.training import Batch
+from paceline.recipe.training import BatchSection
 from paceline.units import Duration
 from paceline_advisor.bench.interleaved import recipe_for_timing
 from paceline_advisor.clusters import Cluster, Link
-from paceline_advisor.formulas.parallel_step import Host, ParallelConfig, Prediction, predict
+from paceline_advisor.formulas.parallel_step import Host, ParallelConfig, StepPrediction, predict
 from paceline_advisor.scaling.network import describe
 from paceline_advisor.scaling.room import Share, measure, probe
 from paceline_advisor.scaling.study import fabric_of
@@ -50,7 +50,7 @@ class Compared:
 
     processes: int
     megabits: float
-    prediction: Prediction
+    prediction: StepPrediction
     measured_seconds: float
 
     @property
@@ -87,7 +87,7 @@ def why_not() -> str | None:
 
 def recipe_of(batch: int) -> Recipe:
     """What is trained: digits, with a network that has something to send."""
-    return replace(load_recipe("digits", OVERRIDES).recipe, batch=Batch(global_size=batch))
+    return replace(load_recipe("digits", OVERRIDES).recipe, batch=BatchSection(global_size=batch))
 
 
 def compare(
@@ -105,7 +105,7 @@ def compare(
     return found
 
 
-def predicted(recipe: Recipe, share: Share, one: Any, megabits: float) -> Prediction:
+def predicted(recipe: Recipe, share: Share, one: Any, megabits: float) -> StepPrediction:
     """By what one process takes and what the link lets through."""
     size = share.devices
     rate = megabits * 1e6 / 8 * PAYLOAD

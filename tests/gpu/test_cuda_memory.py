@@ -17,7 +17,7 @@ from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_step import fake_step
 from paceline_advisor.memory.allocator import MIB
 from paceline_advisor.memory.find_batch import TrialRunner
-from paceline_advisor.memory.job import Job, allocator_settings
+from paceline_advisor.memory.job import SimulatedRun, allocator_settings
 from paceline_advisor.memory.trace import STEP, trace_steps, without_collection
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -78,7 +78,7 @@ def limited_run(overrides: dict[str, Any], room: int, variables: dict[str, str])
     machine = describe_machine(torch.device("cuda", 0))
     allocator, _ = allocator_settings(variables)
     with without_collection(), fake_step(recipe, machine=machine, scores=True) as step:
-        job = Job(step, trace_steps(step), machine, shards=1, allocator=allocator)
+        job = SimulatedRun(step, trace_steps(step), machine, shards=1, allocator=allocator)
         # PyTorch's limit counts its own segments only; the driver's and libraries' share is beside it.
         largest = job.largest(room + job.outside)
     ground = TrialRunner(recipe=recipe, processes=1, share=job.share, memory=room, device_type="cuda", log=print)

@@ -18,13 +18,13 @@ import pytest
 import paceline_course
 from paceline.errors import PacelineError
 from paceline_course.grading import Marks, grade
-from paceline_course.grading.grade import Host
-from paceline_course.grading.supervise import Limits
+from paceline_course.grading.grade import RunHost
+from paceline_course.grading.supervise import ResourceLimits
 
 NOTEBOOKS = Path(paceline_course.__file__).parent / "notebooks"
 REFERENCE = NOTEBOOKS / "instructor" / "reference.py"
 TABLES = sorted((Path(__file__).parent / "wrong").glob("*.toml"))
-LIMITS = Limits(processor_seconds=12, idle_seconds=5)
+LIMITS = ResourceLimits(processor_seconds=12, idle_seconds=5)
 
 pytestmark = [
     pytest.mark.thorough,
@@ -91,9 +91,9 @@ RIGHT = [Variant(name, **row) for name, row in tomllib.loads((TABLES[0].parents[
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
+def host() -> Iterator[RunHost]:
     """One host for all gradings of this file, so that torch is loaded once."""
-    with closing(Host()) as started:
+    with closing(RunHost()) as started:
         yield started
 
 
@@ -109,14 +109,14 @@ def test_reference_earns_all_points(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("right", RIGHT, ids=lambda right: right.name)
-def test_other_correct_programs_earn_all_points(right: Variant, host: Host, tmp_path: Path) -> None:
+def test_other_correct_programs_earn_all_points(right: Variant, host: RunHost, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(right.program())
     assert reasons(grade(program, limits=LIMITS, host=host)) == {}
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: ",".join(each.name for each in wrong))
-def test_wrong_programs_lose_the_expected_points(wrong: list[Variant], host: Host, tmp_path: Path) -> None:
+def test_wrong_programs_lose_the_expected_points(wrong: list[Variant], host: RunHost, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(changed(REFERENCE.read_text(), wrong))
     marks = grade(program, limits=LIMITS, host=host)
@@ -131,14 +131,14 @@ def test_wrong_programs_lose_the_expected_points(wrong: list[Variant], host: Hos
         assert each.says in lost[each.lost[0]], each.name
 
 
-def test_skeleton_earns_almost_nothing(host: Host) -> None:
+def test_skeleton_earns_almost_nothing(host: RunHost) -> None:
     marks = grade(NOTEBOOKS / "assessment" / "skeleton.py", limits=LIMITS, host=host)
     assert marks.points <= 1
     assert "not every rank made an optimizer step" in reasons(marks)["ends"]
 
 
 @pytest.mark.parametrize("how", ["start_new_session=False", "start_new_session=True", "start_new_session=True, env={}"])
-def test_started_processes_are_ended(how: str, host: Host, tmp_path: Path) -> None:
+def test_started_processes_are_ended(how: str, host: RunHost, tmp_path: Path) -> None:
     program, mark = tmp_path / "train.py", f"sleep(600)  # {uuid.uuid4().hex}"
     program.write_text(
         f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.{mark}'], {how})\n"
@@ -148,7 +148,7 @@ def test_started_processes_are_ended(how: str, host: Host, tmp_path: Path) -> No
     assert [path for path in lines if mark.encode() in content(path)] == []
 
 
-def test_limits_of_processes_memory_and_file_size(host: Host, tmp_path: Path) -> None:
+def test_limits_of_processes_memory_and_file_size(host: RunHost, tmp_path: Path) -> None:
     ended_for = []
     for body in (
         "import os, time\nfor _ in range(40):\n    if os.fork() == 0:\n        break\ntime.sleep(60)\n",
@@ -163,12 +163,12 @@ def test_limits_of_processes_memory_and_file_size(host: Host, tmp_path: Path) ->
     assert "OSError" in ended_for[2]
 
 
-def test_kernel_may_enforce_the_processor_limit_first(host: Host, tmp_path: Path) -> None:
+def test_kernel_may_enforce_the_processor_limit_first(host: RunHost, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text("while True:\n    pass\n")
     progress: list[str] = []
     marks = grade(
-        program, on_progress=progress.append, limits=Limits(processor_seconds=0.5, poll_seconds=1e6), host=host
+        program, on_progress=progress.append, limits=ResourceLimits(processor_seconds=0.5, poll_seconds=1e6), host=host
     )
     assert "with 1 process did not end: it exceeded the limit of processor time" in reasons(marks)["ends"]
     assert progress == ["1 process, network plain"], "the other runs would fail in the same way"

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline_text.models import build_language_model
 
 DEPTH, WIDTH, HEADS, CONTEXT, VOCABULARY = 3, 48, 4, 24, 101
@@ -58,8 +58,8 @@ def as_theirs(name: str, tensor: Tensor) -> Tensor:
 def pair(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(2)
     sizes = {"vocabulary": VOCABULARY, "context": CONTEXT}
-    ours = build_language_model(Model(name="gpt", options=OURS), **sizes).to(dtype)
-    theirs = build_language_model(Model(name="transformers:gpt2", options=THEIRS), **sizes).to(dtype)
+    ours = build_language_model(ModelSection(name="gpt", options=OURS), **sizes).to(dtype)
+    theirs = build_language_model(ModelSection(name="transformers:gpt2", options=THEIRS), **sizes).to(dtype)
     with torch.no_grad():
         for each in ours.parameters():  # so that biases and norms say something too
             each.add_(torch.randn_like(each) * 0.1)

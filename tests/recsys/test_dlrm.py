@@ -9,13 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.errors import ModelError
 from paceline.recipe.load import stored_recipe
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline_recsys.networks import Dlrm, build_click_model, describe_tables
 
 
 def small(**options: object) -> Dlrm:
     torch.manual_seed(0)
-    asked = Model(name="dlrm", options={"embedding": 4, "bottom": [5], "top": [6], **options})
+    asked = ModelSection(name="dlrm", options={"embedding": 4, "bottom": [5], "top": [6], **options})
     found = build_click_model(asked, dense_features=3, table_rows=(10, 20))
     assert isinstance(found, Dlrm)
     return found
@@ -98,18 +98,18 @@ def test_gradients_of_tables(sparse: bool) -> None:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Model(name="dlrm", options={"embeding": 8}), "Did you mean 'embedding'"),
-        (Model(name="drlm"), "Did you mean 'dlrm'"),
-        (Model(name="small_resnet"), "unknown network for click data"),
-        (Model(name="dlrm", pretrained=True), "no published weights"),
-        (Model(name="dlrm", options={"bottom": "wide"}), "dlrm needs bottom as a list of whole numbers"),
-        (Model(name="dlrm", options={"embedding": -1}), "do not fit"),
-        (Model(name="dlrm", options={"cross_rank": 8}), "cross_rank has no effect without cross layers"),
-        (Model(name="dlrm", options={"cross_layers": 2, "cross_rank": 0}), "cross_rank=0 is below 1"),
-        (Model(name="torch.nn:no_such"), "has no 'no_such'"),
+        (ModelSection(name="dlrm", options={"embeding": 8}), "Did you mean 'embedding'"),
+        (ModelSection(name="drlm"), "Did you mean 'dlrm'"),
+        (ModelSection(name="small_resnet"), "unknown network for click data"),
+        (ModelSection(name="dlrm", pretrained=True), "no published weights"),
+        (ModelSection(name="dlrm", options={"bottom": "wide"}), "dlrm needs bottom as a list of whole numbers"),
+        (ModelSection(name="dlrm", options={"embedding": -1}), "do not fit"),
+        (ModelSection(name="dlrm", options={"cross_rank": 8}), "cross_rank has no effect without cross layers"),
+        (ModelSection(name="dlrm", options={"cross_layers": 2, "cross_rank": 0}), "cross_rank=0 is below 1"),
+        (ModelSection(name="torch.nn:no_such"), "has no 'no_such'"),
     ],
 )
-def test_what_cannot_be_built(model: Model, said: str) -> None:
+def test_what_cannot_be_built(model: ModelSection, said: str) -> None:
     with pytest.raises(ModelError, match=said):
         build_click_model(model, dense_features=3, table_rows=(10, 20))
 
@@ -121,7 +121,7 @@ def test_a_network_of_ones_own(tmp_path: object, monkeypatch: pytest.MonkeyPatch
             self.sizes = (dense_features, table_rows, width)
 
     monkeypatch.setattr(nn, "OwnClicks", Own, raising=False)
-    asked = Model(name="torch.nn:OwnClicks", options={"width": 3})
+    asked = ModelSection(name="torch.nn:OwnClicks", options={"width": 3})
     assert build_click_model(asked, dense_features=3, table_rows=(10, 20)).sizes == (3, (10, 20), 3)
 
 

@@ -21,7 +21,7 @@ from PIL import Image
 import paceline
 from paceline.errors import ModelError, StorageError
 from paceline.models.build import build_model
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline.storage import hub as storage_hub
 from paceline.storage.addresses import parse_address
 from paceline.storage.cache import local_copy
@@ -43,7 +43,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def built(name: str = NET, *, classes: int = 5, **more: Any) -> torch.nn.Module:
-    return build_model(Model(name=name, **more), num_classes=classes, in_channels=3)
+    return build_model(ModelSection(name=name, **more), num_classes=classes, in_channels=3)
 
 
 def test_a_network_from_the_hub(hub: HubServer, published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:

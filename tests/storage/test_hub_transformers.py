@@ -24,7 +24,7 @@ from paceline.cli.predict import Predict
 from paceline.cli.train import Train
 from paceline.errors import PacelineError
 from paceline.inference.export import ExportRequest, export
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline_advisor.commands import Estimate
 from paceline_text.models import build_language_model, build_text_classifier
@@ -76,7 +76,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def classifier(name: str = NAME, **more: Any) -> torch.nn.Module:
-    return build_text_classifier(Model(name=name, **more), **SIZES, classes=3, pad=0)
+    return build_text_classifier(ModelSection(name=name, **more), **SIZES, classes=3, pad=0)
 
 
 def weights_read(hub: HubServer) -> bool:
@@ -91,16 +91,16 @@ def change(hub: HubServer, **keys: Any) -> None:
 
 def test_weights_are_read_when_they_are_asked_for(published: HubServer, folder: Path) -> None:
     classifier()
-    build_language_model(Model(name=NAME), **SIZES, is_masked=True)
+    build_language_model(ModelSection(name=NAME), **SIZES, is_masked=True)
     assert not weights_read(published)
-    loaded = build_language_model(Model(name=NAME, pretrained=True), **SIZES, is_masked=True).state_dict()
+    loaded = build_language_model(ModelSection(name=NAME, pretrained=True), **SIZES, is_masked=True).state_dict()
     held = read_weights(folder / "model.safetensors").state
     assert all(torch.equal(loaded[name], tensor) for name, tensor in held.items())
     own = open_tokenizer("me/bert")
     assert not any(".bin" in each for each in published.requests)
     published.close()
     published.requests.clear()
-    tags = build_text_classifier(Model(name=NAME, pretrained=True), **SIZES, classes=3, pad=0, per_token=True)
+    tags = build_text_classifier(ModelSection(name=NAME, pretrained=True), **SIZES, classes=3, pad=0, per_token=True)
     shared = {name for name in tags.state_dict() if name.startswith("bert.")}
     assert len(shared) > 10
     assert all(torch.equal(tags.state_dict()[name], held[name]) for name in shared)
@@ -123,7 +123,7 @@ def test_a_large_model_s_files_are_all_read(hub: HubServer, tmp_path: Path, is_c
         min((repository / "snapshots" / commit).glob("*-of-*")).unlink()
         (repository / "refs").mkdir()
         (repository / "refs" / "main").write_text(commit)
-    loaded = build_language_model(Model(name="transformers:me/gpt", pretrained=True), **SIZES).state_dict()
+    loaded = build_language_model(ModelSection(name="transformers:me/gpt", pretrained=True), **SIZES).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in network.state_dict().items())
 
 

@@ -11,7 +11,7 @@ from golden_sentences import raises
 from tiny_text import chats, tokenizer_folder, write_lines
 
 from paceline.errors import DataError
-from paceline.recipe.data import Data, Text
+from paceline.recipe.data import Data, TextSection
 from paceline_text.corpus import IGNORED_TARGET, TextDataset
 from paceline_text.pipeline import packed_rows, read_row, single_rows, target_count
 from paceline_text.sets.documents import open_text
@@ -30,7 +30,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(path: Path, **text: Any) -> TextDataset:
-    return open_text(Data(dataset="chat", path=str(path), validation_fraction=0.0, text=Text(rows="single", **text)))
+    return open_text(
+        Data(dataset="chat", path=str(path), validation_fraction=0.0, text=TextSection(rows="single", **text))
+    )
 
 
 def test_masks_of_chats_are_those_of_transformers(tmp_path: Path, tokenizer: Path) -> None:
@@ -75,7 +77,7 @@ def test_what_does_not_fit_is_cut_or_left_out_and_told(tmp_path: Path) -> None:
         "rows whose answer begins beyond data.text.context",
         "ends of rows beyond data.text.context",
     }
-    keys: Any = {"dataset": "chat", "path": str(tmp_path / "a.jsonl"), "text": Text(rows="single", context=4)}
+    keys: Any = {"dataset": "chat", "path": str(tmp_path / "a.jsonl"), "text": TextSection(rows="single", context=4)}
     scored = open_text(Data(**keys, validation_fraction=1.0))
     assert scored.left_out == found.left_out  # counted once, though all rows are in both splits
     assert scored.validation.names == found.train.names

@@ -11,7 +11,7 @@ import pytest
 from golden_sentences import raises
 
 from paceline.errors import DataError
-from paceline.recipe.data import Data, Text
+from paceline.recipe.data import Data, TextSection
 from paceline_text.sets.documents import open_text
 
 ROWS = ["one\n", "two é", "", "three", None, *(f"document {number}" for number in range(30))]
@@ -37,7 +37,7 @@ def saved(root: Path, splits: dict[str, list[str | None]], column: str = "text")
 
 
 def texts(path: Path, **keys: str) -> tuple[list[str], list[str]]:
-    found = open_text(Data(dataset="huggingface_text", path=str(path), text=Text(**keys)))
+    found = open_text(Data(dataset="huggingface_text", path=str(path), text=TextSection(**keys)))
     return tuple(  # type: ignore[return-value]  # two
         [found.tokenizer.decode(each.read(n, 0, int(each.lengths[n]))) for n in range(len(each.lengths))]
         for each in (found.train, found.validation)
@@ -49,7 +49,7 @@ def test_rows_are_documents(tmp_path: Path) -> None:
     assert train == [each for each in ROWS if each]
     assert held_out == ["last"]
     (tmp_path / "data" / "train" / "more.arrow").touch()
-    found = open_text(Data(dataset="huggingface_text", path=str(tmp_path / "data"), text=Text()))
+    found = open_text(Data(dataset="huggingface_text", path=str(tmp_path / "data"), text=TextSection()))
     assert "files that no state.json names: 1 left out ('train/more.arrow')" in found.left_out
 
 
@@ -60,7 +60,7 @@ def test_parquet_is_the_same(tmp_path: Path) -> None:
     assert held_out  # split off by name
     (tmp_path / "README.md").write_text("a card")
     (tmp_path / ".train.parquet").write_text("half a download")
-    found = open_text(Data(dataset="huggingface_text", path=str(tmp_path), text=Text(column="body")))
+    found = open_text(Data(dataset="huggingface_text", path=str(tmp_path), text=TextSection(column="body")))
     assert found.left_out == (
         "files that do not end in .parquet: 1 left out ('README.md')",
         "rows without text: 2 left out ('train[2]', 'train[4]')",

@@ -18,10 +18,10 @@ from tiny_text import reviews, tokenizer_folder, write_lines
 
 from paceline.data.labels import as_label
 from paceline.errors import DataError
-from paceline.recipe.data import Data, Text
+from paceline.recipe.data import Data, TextSection
 from paceline_text.corpus import split_by_class
 from paceline_text.sets.labelled import LabelledTexts, open_labelled
-from paceline_text.tables import Row
+from paceline_text.tables import NamedRow
 
 ROWS = reviews(30)
 
@@ -84,13 +84,13 @@ def test_rows_are_the_same_in_every_kind_of_file(tmp_path: Path, name: str) -> N
     strategies.lists(strategies.sampled_from("aaaabbc"), min_size=4, max_size=40), strategies.sampled_from((0.1, 0.3))
 )
 def test_the_same_share_of_each_class_is_held_out(labels: list[str], fraction: float) -> None:
-    rows = [Row(f"row {place}", ("a text", label)) for place, label in enumerate(labels)]
+    rows = [NamedRow(f"row {place}", ("a text", label)) for place, label in enumerate(labels)]
     train, held_out = split_by_class(rows, fraction, lambda row: row.cells[1])
     assert sorted([*train, *held_out]) == sorted(rows)
     for label, count in Counter(labels).items():
         found = sum(row.cells[1] == label for row in held_out)
         assert found == min(max(round(fraction * count), 1), count - 1)
-    more = split_by_class([*rows, Row("another", ("a text", "a"))], fraction, lambda row: row.cells[1])
+    more = split_by_class([*rows, NamedRow("another", ("a text", "a"))], fraction, lambda row: row.cells[1])
     assert len({*held_out} ^ {*more[1]}) <= 2  # at most one row gives way to another
 
 
@@ -166,7 +166,7 @@ def test_files_and_columns_may_name_the_split(tmp_path: Path) -> None:
 def test_texts_are_cut_with_their_special_tokens(tmp_path: Path) -> None:
     folder = tokenizer_folder(tmp_path / "words", classifies=True)
     path = write_lines(tmp_path / "a.jsonl", [*ROWS, {"text": "", "label": "other"}])
-    opened = found(path, text=Text(tokenizer=str(folder), context=5), validation_fraction=0.0)
+    opened = found(path, text=TextSection(tokenizer=str(folder), context=5), validation_fraction=0.0)
     assert opened.train.lengths.max() == 5
     for number, row in enumerate(ROWS):
         ids = opened.train.read(number, 0, int(opened.train.lengths[number])).tolist()
@@ -217,7 +217,7 @@ def test_a_held_out_file_is_scored_whatever_the_training_file_has(tmp_path: Path
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
 def test_a_book_in_a_cell_is_read_and_a_date_is_text(tmp_path: Path, name: str) -> None:
     rows = [{"text": "b", "label": "1999-05-07"}, {"text": "book " * 500_000, "label": "2020-01-01"}]
-    opened = found(WRITERS[name](tmp_path / name, rows), text=Text(context=3_000_000), validation_fraction=0.0)
+    opened = found(WRITERS[name](tmp_path / name, rows), text=TextSection(context=3_000_000), validation_fraction=0.0)
     assert opened.classes == ("1999-05-07", "2020-01-01")
     assert opened.train.lengths.tolist() == [3, 2_500_002]
 
@@ -328,7 +328,7 @@ def test_labels_have_no_spaces_around_them(tmp_path: Path) -> None:
 
 
 def test_paragraphs_of_the_documentation() -> None:
-    opened = open_labelled(Data(dataset="docs", text=Text(context=64)))
+    opened = open_labelled(Data(dataset="docs", text=TextSection(context=64)))
     assert opened.classes == ("debugger", "expressions", "special methods", "statements", "types")
     names = {*opened.train.names, *opened.validation.names}
     assert len(names) == len(opened.train.names) + len(opened.validation.names) > 800

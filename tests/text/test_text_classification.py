@@ -26,7 +26,7 @@ from paceline.metrics.confusion import scores_by_class
 from paceline.models.adapters import trained_layers
 from paceline.models.transfer import adapt
 from paceline.recipe.load import load_recipe
-from paceline.recipe.model import Adapters, Model
+from paceline.recipe.model import Adapters, ModelSection
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World
@@ -154,7 +154,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_folder_s_weights_are_loaded_and_its_classifier_is_new(checkpoint: Path) -> None:
-    model = Model(name=f"transformers:{checkpoint}", pretrained=True)
+    model = ModelSection(name=f"transformers:{checkpoint}", pretrained=True)
     torch.manual_seed(1)
     network = build_text_classifier(model, vocabulary=24, context=24, classes=3, pad=0)
     held = read_weights(checkpoint / "model.safetensors").state
@@ -167,8 +167,8 @@ def test_a_folder_s_weights_are_loaded_and_its_classifier_is_new(checkpoint: Pat
     again = build_text_classifier(model, vocabulary=24, context=24, classes=3, pad=0)
     assert torch.equal(again.state_dict()["classifier.weight"], own["classifier.weight"])
     for wrong in (
-        Model(name=model.name, pretrained=True, options={"num_hidden_layers": 2}),
-        Model(name="transformers:bert", pretrained=True),
+        ModelSection(name=model.name, pretrained=True, options={"num_hidden_layers": 2}),
+        ModelSection(name="transformers:bert", pretrained=True),
     ):
         with raises(ModelError, key="model.pretrained", value=True):
             build_text_classifier(wrong, vocabulary=24, context=24, classes=3, pad=0)
@@ -176,7 +176,7 @@ def test_a_folder_s_weights_are_loaded_and_its_classifier_is_new(checkpoint: Pat
 
 @pytest.mark.parametrize("tokens", [21, 25])
 def test_a_checkpoint_is_refused_with_a_tokenizer_that_is_not_its_own(checkpoint: Path, tokens: int) -> None:
-    model = Model(name=f"transformers:{checkpoint}", pretrained=True)
+    model = ModelSection(name=f"transformers:{checkpoint}", pretrained=True)
     said = f"a vocabulary of 24 tokens (vocab_size), and the tokenizer has {tokens}; use the one of these weights: "
     with pytest.raises(ModelError, match=re.escape(f"{said}data.text.tokenizer={checkpoint}")):
         build_text_classifier(model, vocabulary=tokens, context=24, classes=3, pad=0)
@@ -206,7 +206,7 @@ def test_architectures_classify_a_text_as_alone_however_it_is_padded(kind: str, 
     if kind == "distilbert":
         options = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 24}
     torch.manual_seed(0)
-    model = Model(name=f"transformers:{kind}", options=options)
+    model = ModelSection(name=f"transformers:{kind}", options=options)
     sizes = {"vocabulary": 29, "context": 12, "classes": 3, "pad": 28}
     network = build_text_classifier(model, **sizes, per_token=per_token).double().eval()
     tokens, mask = torch.randint(27, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
@@ -229,7 +229,7 @@ def test_architectures_classify_a_text_as_alone_however_it_is_padded(kind: str, 
 def test_all_new_layers_are_trained_beside_adapters(kind: str, heads: list[str]) -> None:
     pytest.importorskip("transformers", reason="pip install 'paceline[transformers]'")
     options = {key: value for key, value in TINY.items() if kind != "gpt2" or key != "intermediate_size"}
-    model = Model(name=f"transformers:{kind}", options=options, adapters=Adapters(rank=2))
+    model = ModelSection(name=f"transformers:{kind}", options=options, adapters=Adapters(rank=2))
     network = build_text_classifier(model, vocabulary=29, context=12, classes=3, pad=28)
     adapt(network, model)
     trained = {name for name, each in network.named_parameters() if each.requires_grad}

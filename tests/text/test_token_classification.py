@@ -31,7 +31,7 @@ from paceline.data.pipeline import Placement
 from paceline.errors import DataError, PacelineError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import open_predictor
-from paceline.recipe.data import Data, Text
+from paceline.recipe.data import Data, TextSection
 from paceline.recipe.load import load_recipe
 from paceline.reports.audit import audit_run
 from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
@@ -484,7 +484,7 @@ def test_a_rare_tag_may_be_held_out_and_long_texts_are_reported(tmp_path: Path) 
     folder.mkdir()
     write_lines(folder / "train.jsonl", rows)
     write_lines(folder / "validation.jsonl", [{"tokens": ["cc", "dddddd", "e"], "tags": ["I-X", "B-X", "O"]}])
-    found = opened(folder, text=Text(context=5))
+    found = opened(folder, text=TextSection(context=5))
     assert found.classes == ("B-X", "I-X", "O")
     assert found.labels[0].tolist() == [-100, 2, -100, 0, -100, -100, 2, -100]
     assert found.labels[1].tolist() == [-100, 1, -100, -100, -100]
@@ -493,7 +493,7 @@ def test_a_rare_tag_may_be_held_out_and_long_texts_are_reported(tmp_path: Path) 
     assert cut in found.left_out
     path = write_lines(tmp_path / "a.jsonl", [{"tokens": ["cat", "", "dog", "sat", ""], "tags": [*"ABAAA"]}])
     words = tokenizer_folder(tmp_path / "words", classifies=True)
-    found = opened(path, text=Text(tokenizer=str(words), context=4), validation_fraction=0.0)
+    found = opened(path, text=TextSection(tokenizer=str(words), context=4), validation_fraction=0.0)
     assert found.left_out == (
         "words without a token: 2 left out (\"word 2 of row 1 of 'a.jsonl'\", \"word 5 of row 1 of 'a.jsonl'\")",
         "ends of texts beyond data.text.context: 1 left out (\"row 1 of 'a.jsonl'\" (1 of 5 words))",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.errors import ModelError
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline_text.models import Transformer, build_language_model
 
 SMALL = {"depth": 2, "width": 16, "heads": 2}
@@ -21,7 +21,7 @@ OPTIONS = [
 
 def build(name: str, **options: object) -> Transformer:
     torch.manual_seed(0)
-    network = build_language_model(Model(name=name, options=SMALL | options), vocabulary=20, context=12)
+    network = build_language_model(ModelSection(name=name, options=SMALL | options), vocabulary=20, context=12)
     assert isinstance(network, Transformer)
     return network.eval().double()
 
@@ -88,9 +88,9 @@ def test_options_that_cannot_be_are_told(options: dict[str, object], message: st
 
 def test_unknown_names_and_weights_that_nobody_published_are_told() -> None:
     for asked, said in (
-        (Model(name="gbt"), "unknown language model 'gbt'"),
-        (Model(name="gpt", pretrained=True), "no published weights"),
-        (Model(name="fractions:Fraction"), "returned a Fraction, not a"),
+        (ModelSection(name="gbt"), "unknown language model 'gbt'"),
+        (ModelSection(name="gpt", pretrained=True), "no published weights"),
+        (ModelSection(name="fractions:Fraction"), "returned a Fraction, not a"),
     ):
         with pytest.raises(ModelError, match=said):
             build_language_model(asked, vocabulary=20, context=12)

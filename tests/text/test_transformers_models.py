@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.errors import ModelError
 from paceline.models.recompute import recompute_blocks
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline_text.transformers_models import Objective, build_transformers_model, takes_documents
 
 TINY: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[Objective, dict[str, Any]]] = {
 
 def built(name: str, objective: Objective = "causal", context: int = 12, **options: Any) -> nn.Module:
     torch.manual_seed(1)
-    model = Model(name=f"transformers:{name}", options=options)
+    model = ModelSection(name=f"transformers:{name}", options=options)
     return build_transformers_model(model, vocabulary=29, context=context, objective=objective)
 
 
@@ -86,7 +86,7 @@ def test_weights_and_names_are_the_library_s(tmp_path: Path) -> None:
     tokens = torch.randint(29, (2, 12))
     assert torch.equal(network(tokens), theirs(input_ids=tokens).logits)
     theirs.save_pretrained(tmp_path)
-    from_folder = Model(name=f"transformers:{tmp_path}")
+    from_folder = ModelSection(name=f"transformers:{tmp_path}")
     again = build_transformers_model(from_folder, vocabulary=20, context=12, objective="causal")
     ours, theirs = ({name: each.shape for name, each in one.state_dict().items()} for one in (network, again))
     assert ours == theirs

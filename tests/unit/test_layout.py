@@ -80,3 +80,20 @@ def test_the_page_of_floors_is_what_imports_are_held_to() -> None:
     assert floor_problems(page, [{"new"}, *layers]) != []
     assert floor_problems(page, layers[1:]) != []
     assert floor_problems(page, [*layers[:3], layers[4], layers[3], *layers[5:]]) != [], "tasks are above prediction"
+
+
+# Names that others read: why two classes may share one.
+SHARED_NAMES = {
+    "Answers": "a schema of the service's /openapi.json, and what a task's `answers` returns (docs/guide/own-code.md)",
+}
+LESSONS = SRC / "paceline_course" / "notebooks"  # a learner's own code, which nothing imports
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    modules: dict[str, set[str]] = {}
+    for each in SRC.rglob("*.py"):
+        code = "" if each.is_relative_to(LESSONS) else each.read_text(encoding="utf-8")
+        for name in re.findall(r"^class (\w+)", code, re.MULTILINE):
+            modules.setdefault(name, set()).add(str(each.relative_to(SRC)))
+    assert len(modules) > 700
+    assert {name: found for name, found in modules.items() if len(found) > 1 and name not in SHARED_NAMES} == {}

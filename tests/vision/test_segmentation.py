@@ -28,7 +28,7 @@ from paceline.errors import PacelineError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import load_predictor, open_predictor
 from paceline.recipe.load import load_recipe
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
@@ -267,7 +267,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(changes: dict[str, Any], sai
 def test_torchvision_s_networks_are_built_with_their_options(name: str) -> None:
     options = {} if name.startswith("lraspp") else {"aux_loss": True}
     with torch.device("meta"):
-        network = build_segmenter(Model(name=f"torchvision:{name}", options=options), num_classes=7)
+        network = build_segmenter(ModelSection(name=f"torchvision:{name}", options=options), num_classes=7)
         found = network(torch.zeros(2, 3, 64, 64))
     assert found.keys() == {"out", *(["aux"] if options else [])}
     assert all(each.shape == (2, 7, 64, 64) for each in found.values())

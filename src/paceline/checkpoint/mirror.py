@@ -442,7 +442,7 @@ def fetch_newest(
                     accept(Path(folder))
             log(f"fetching the checkpoint of step {commit.step} ({format_bytes(size)}) from {remote.address}")
             _fetch(remote, commit, chain, root)
-        except _DamagedError as error:
+        except _DamagedObjectError as error:
             damaged.append(str(error))
             log(f"the copy of step {commit.step} is damaged: {error}")
         else:
@@ -464,10 +464,10 @@ def _check_version(remote: Remote, commit: Commit, target: Path) -> None:
     except VersionError as error:
         raise VersionError.of(remote.path(manifest.name), error.value) from None
     except CheckpointError as error:
-        raise _DamagedError(f"{remote.path(manifest.name)}: {error}") from None
+        raise _DamagedObjectError(f"{remote.path(manifest.name)}: {error}") from None
 
 
-class _DamagedError(Exception):
+class _DamagedObjectError(Exception):
     """An object differs from its commit's description."""
 
 
@@ -485,7 +485,7 @@ def _fetch(remote: Remote, commit: Commit, commits: Sequence[Commit], root: Path
     best_commit = next((each for each in commits if best is not None and each.step == best.step), None)
     if best_commit is not None and not has_best:
         # A run resumes without its best checkpoint too, and saves the next best one.
-        with contextlib.suppress(_DamagedError):
+        with contextlib.suppress(_DamagedObjectError):
             _fetch_checkpoint(remote, best_commit, store)
             has_best = True
     _fetch_checkpoint(remote, commit, store)
@@ -531,7 +531,7 @@ def _fetch_checkpoint(remote: Remote, commit: Commit, store: CheckpointStore) ->
         except UnreadableError:
             raise
         except CheckpointError as error:
-            raise _DamagedError(str(error)) from None
+            raise _DamagedObjectError(str(error)) from None
         store.adopt(staging_dir, commit.step)
     except BaseException:
         shutil.rmtree(staging_dir, ignore_errors=True)
@@ -541,11 +541,11 @@ def _fetch_checkpoint(remote: Remote, commit: Commit, store: CheckpointStore) ->
 def _check_size(remote: Remote, piece: Piece) -> None:
     stored = remote.stat_file(piece.name)
     if stored is None:
-        raise _DamagedError(f"{remote.path(piece.name)} is missing.")
+        raise _DamagedObjectError(f"{remote.path(piece.name)} is missing.")
     if stored.size_bytes != (expected := piece.facts.size_bytes):
-        raise _DamagedError(f"{remote.path(piece.name)} has {stored.size_bytes} bytes instead of {expected}.")
+        raise _DamagedObjectError(f"{remote.path(piece.name)} has {stored.size_bytes} bytes instead of {expected}.")
 
 
 def _check_content(remote: Remote, piece: Piece, found: FileFacts) -> None:
     if found != piece.facts:
-        raise _DamagedError(f"{remote.path(piece.name)} is not what was uploaded: its size or digest differs.")
+        raise _DamagedObjectError(f"{remote.path(piece.name)} is not what was uploaded: its size or digest differs.")

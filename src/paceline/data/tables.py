@@ -373,7 +373,7 @@ def parts_of(splits: Sequence[str] | None, count: int, where: str, *, score_all:
     return Parts(train, test, "the rows of test") if len(test) else Parts(train, None, "")
 
 
-class Table:
+class DataTable:
     """The rows of a table's files.
 
     Attributes:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
-from paceline.distributed.environment import Launch
+from paceline.distributed.environment import LaunchEnvironment
 from paceline.distributed.local_launch import report_error
 from paceline.errors import LaunchError, OtherProcessError, PacelineError, StoppedError
 from paceline.world import STOP_SIGNALS, World
@@ -279,7 +279,9 @@ class Collectives:
             torch.distributed.barrier()
 
 
-def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600, backend: str = "auto") -> Collectives:
+def join(
+    launch: LaunchEnvironment, device: torch.device, *, timeout_seconds: float = 600, backend: str = "auto"
+) -> Collectives:
     """Form the process group of this world.
 
     An existing group is used unchanged.

@@ -17,7 +17,7 @@ RESTARTS_VARIABLE = "PACELINE_RESTARTS"
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchEnvironment:
     """A world and its rendezvous.
 
     Attributes:
@@ -42,7 +42,7 @@ class Launch:
         return self.restart_setting is not None and self.restart_setting.startswith("--nnodes")
 
 
-def read_launch(environ: Mapping[str, str]) -> Launch:
+def read_launch(environ: Mapping[str, str]) -> LaunchEnvironment:
     """Find the world from environment variables.
 
     Raises:
@@ -54,11 +54,11 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         local_world_size = _number(environ, "LOCAL_WORLD_SIZE", world_size)
         world = _world(_number(environ, "RANK"), _number(environ, "LOCAL_RANK", 0), world_size, local_world_size)
         if (rendezvous := environ.get(RENDEZVOUS_VARIABLE)) is not None:
-            return Launch(world, rendezvous, "paceline", restarts=_number(environ, RESTARTS_VARIABLE, 0))
+            return LaunchEnvironment(world, rendezvous, "paceline", restarts=_number(environ, RESTARTS_VARIABLE, 0))
         restarts = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
         has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" if has_store else None
-        return Launch(world, "env://", "torchrun", store, restarts, _restart_setting(environ))
+        return LaunchEnvironment(world, "env://", "torchrun", store, restarts, _restart_setting(environ))
     if not is_single:
         missing, present = ("WORLD_SIZE", "RANK") if "RANK" in environ else ("RANK", "WORLD_SIZE")
         raise LaunchError(
@@ -67,8 +67,8 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         )
     if _number(environ, "SLURM_NTASKS", 1) > 1 and "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
         port = _number(environ, "MASTER_PORT", 20_000 + _number(environ, "SLURM_JOB_ID", 0) % 20_000)
-        return Launch(_slurm_world(environ), f"tcp://{_slurm_host(environ)}:{port}", "slurm")
-    return Launch(World(), "", "alone")
+        return LaunchEnvironment(_slurm_world(environ), f"tcp://{_slurm_host(environ)}:{port}", "slurm")
+    return LaunchEnvironment(World(), "", "alone")
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -23,7 +23,7 @@ from paceline.data.objects.samples import Collate, Samples, take_apart
 from paceline.data.order import StepGeometry
 from paceline.distributed.collectives import leave
 from paceline.distributed.device import check_communication, choose_device, describe_machine
-from paceline.distributed.environment import Launch, read_launch
+from paceline.distributed.environment import LaunchEnvironment, read_launch
 from paceline.errors import LoopError, RunDirectoryError
 from paceline.plan import DataFacts, Plan, make
 from paceline.recipe.load import OWN_LOOP, LoadedRecipe, load_recipe
@@ -128,7 +128,7 @@ class LoopSubject(Subject):
             self._open(launch)
             undo.pop_all()
 
-    def _open(self, launch: Launch) -> None:
+    def _open(self, launch: LaunchEnvironment) -> None:
         given = self.given
         samples = take_apart(given.data, "dataset", given.collate)
         self._check_sizes(samples)
@@ -242,7 +242,7 @@ class LoopSubject(Subject):
 
 
 @contextmanager
-def _recorded_command(launch: Launch) -> Iterator[None]:
+def _recorded_command(launch: LaunchEnvironment) -> Iterator[None]:
     """Record the command that started this program, for ``paceline resume``; also one that a launcher was given."""
     known = os.environ.get(COMMAND_VARIABLE)
     if known is None:
@@ -254,7 +254,7 @@ def _recorded_command(launch: Launch) -> Iterator[None]:
             del os.environ[COMMAND_VARIABLE]
 
 
-def _typed(launch: Launch) -> list[str]:
+def _typed(launch: LaunchEnvironment) -> list[str]:
     if launch.source == "torchrun" and "TORCHELASTIC_RUN_ID" in os.environ:
         command_line = Path(f"/proc/{os.getppid()}/cmdline")
         if command_line.is_file():

@@ -21,7 +21,7 @@ ORDER_OF_MAGNITUDE = 10.0
 
 
 @dataclass(frozen=True)
-class Estimate:
+class NoiseEstimate:
     """The estimates from one step: unbiased, but so noisy that either may be negative.
 
     Attributes:
@@ -33,7 +33,7 @@ class Estimate:
     square: float
 
 
-def estimate(small_batch: float, small_square: float, large_batch: float, large_square: float) -> Estimate | None:
+def estimate(small_batch: float, small_square: float, large_batch: float, large_square: float) -> NoiseEstimate | None:
     """Compute both estimates from the gradients of a small and a large batch; None if they carry no information.
 
     Args:
@@ -45,7 +45,7 @@ def estimate(small_batch: float, small_square: float, large_batch: float, large_
     if not (0 < small_batch < large_batch and math.isfinite(small_square) and math.isfinite(large_square)):
         return None
     batches = (small_batch, small_square, large_batch, large_square)
-    return Estimate(gradient_variance(*batches), gradient_square(*batches))
+    return NoiseEstimate(gradient_variance(*batches), gradient_square(*batches))
 
 
 @dataclass
@@ -68,14 +68,14 @@ class NoiseAverages:
     variance_square: float = 0.0
 
     @classmethod
-    def of(cls, estimates: Iterable[Estimate]) -> NoiseAverages:
+    def of(cls, estimates: Iterable[NoiseEstimate]) -> NoiseAverages:
         """Return the equally weighted averages of all estimates."""
         averages = cls()
         for each in estimates:
             averages.add(each)
         return averages
 
-    def add(self, estimated: Estimate) -> None:
+    def add(self, estimated: NoiseEstimate) -> None:
         """Add one estimate."""
         decay = 0.5 ** (1 / self.half_life)
         v, s = estimated.variance, estimated.square

@@ -30,7 +30,7 @@ from paceline.models.small_resnet import small_resnet
 from paceline.models.speed_net import speed_net
 from paceline.models.transfer import zero_classifier
 from paceline.plain_text import load_json
-from paceline.recipe.model import OPENING_OPTIONS, Model
+from paceline.recipe.model import OPENING_OPTIONS, ModelSection
 from paceline.registry import installed, load
 from paceline.storage.hub import limited_waits, repository_copy
 
@@ -50,7 +50,7 @@ _BLOCK = 16  # maximum number of channels that oneDNN computes at once
 
 
 @without_compiler()
-def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
+def build_model(model: ModelSection, *, num_classes: int, in_channels: int) -> nn.Module:
     """Build the recipe's network for the given data.
 
     Args:
@@ -164,7 +164,7 @@ def why_no_weights(name: str) -> str:
     return f"the published weights of {name} are not on this machine ({why})"
 
 
-def check_published(model: Model) -> bool:
+def check_published(model: ModelSection) -> bool:
     """Check, without a download, that published weights can be loaded; False if only loading them can tell.
 
     Raises:
@@ -180,7 +180,7 @@ def check_published(model: Model) -> bool:
     return is_known
 
 
-def _is_downloadable(model: Model) -> bool:
+def _is_downloadable(model: ModelSection) -> bool:
     """Whether the published weights of a torchvision network, or of its backbone, are not here, but within reach."""
     from torchvision.models import get_model_builder, get_model_weights
 
@@ -205,7 +205,7 @@ def parameter_count(network: nn.Module) -> int:
     return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
 
 
-def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
+def _timm(model: ModelSection, *, num_classes: int, in_channels: int) -> nn.Module:
     import timm
 
     name = model.name
@@ -241,7 +241,7 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
     return network
 
 
-def hub_network(model: Model) -> tuple[Path, str, dict[str, Any]]:
+def hub_network(model: ModelSection) -> tuple[Path, str, dict[str, Any]]:
     """Return the local copy of ``model.name=hf-hub:OWNER/NAME``, and its network's name in timm and options.
 
     The library's cache is used before the hub. Only config.json is fetched, and model.safetensors for
@@ -276,7 +276,7 @@ def hub_network(model: Model) -> tuple[Path, str, dict[str, Any]]:
     return folder, name, options
 
 
-def _torchvision(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
+def _torchvision(model: ModelSection, *, num_classes: int, in_channels: int) -> nn.Module:
     import torchvision.models
 
     name = model.name.removeprefix(TORCHVISION)

@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.errors import ModelError, did_you_mean
 from paceline.models.build import overrunning
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 
 # One graph per size, for training and for each evaluated set of weights; torch's default limit is 8.
 _MOST_GRAPHS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Graph:
+class CompiledGraph:
     """A graph compiled for a new size.
 
     Attributes:
@@ -47,7 +47,7 @@ class CompileLog:
     def __init__(self) -> None:
         from torch._dynamo.callback import callback_handler
 
-        self.graphs: list[Graph] = []
+        self.graphs: list[CompiledGraph] = []
         self._is_planned = False
         self._unplanned: list[str] = []
         own = weakref.ref(self)
@@ -82,7 +82,7 @@ class CompileLog:
                 yield
         finally:
             self._is_planned = False
-        self.graphs.append(Graph(shape=shape, training=training, seconds=time.perf_counter() - start))
+        self.graphs.append(CompiledGraph(shape=shape, training=training, seconds=time.perf_counter() - start))
 
     def surprises(self) -> list[str]:
         """Return, since the last call, why anything was recompiled that was not planned."""
@@ -115,7 +115,7 @@ class CompiledNetwork(nn.Module):
     def __init__(
         self,
         network: nn.Module,
-        model: Model,
+        model: ModelSection,
         *,
         train_sizes: Collection[int],
         evaluation_sizes: Collection[int],
@@ -187,7 +187,7 @@ def shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     return next((tuple(each.shape) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)), ())
 
 
-def check_backend(model: Model) -> None:
+def check_backend(model: ModelSection) -> None:
     """Check, before anything is built, that torch has the back-end.
 
     Raises:

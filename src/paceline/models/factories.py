@@ -10,7 +10,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 
 from paceline.errors import ModelError, did_you_mean
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline.references import is_reference, load_reference
 
 TORCHVISION = "torchvision:"
@@ -19,7 +19,7 @@ BACKBONE_WEIGHTS = {"ssd300_vgg16": "IMAGENET1K_FEATURES"}
 NO_WEIGHTS = "it has no published weights; model.initialize_from takes your own file"
 
 
-def named_factory(model: Model, own_models: Mapping[str, Callable[..., Any]]) -> Callable[..., Any] | None:
+def named_factory(model: ModelSection, own_models: Mapping[str, Callable[..., Any]]) -> Callable[..., Any] | None:
     """Return the factory of a built-in or user-defined name; None for any other name.
 
     Raises:
@@ -35,7 +35,7 @@ def named_factory(model: Model, own_models: Mapping[str, Callable[..., Any]]) ->
     return factory
 
 
-def unknown_model(model: Model, kind: str, known: Iterable[str], hint: str = "") -> ModelError:
+def unknown_model(model: ModelSection, kind: str, known: Iterable[str], hint: str = "") -> ModelError:
     """Return the error for an unknown network name, with the nearest names.
 
     Args:
@@ -49,7 +49,7 @@ def unknown_model(model: Model, kind: str, known: Iterable[str], hint: str = "")
     return ModelError(f"unknown {kind} '{model.name}'.{did_you_mean(model.name, known)} {hint}")
 
 
-def no_weights(model: Model, error: object, of: str = "") -> ModelError:
+def no_weights(model: ModelSection, error: object, of: str = "") -> ModelError:
     """Return the error for unavailable pretrained weights."""
     return ModelError(
         f"model.pretrained=true: the published weights of {of}{model.name} could not be downloaded "
@@ -83,7 +83,7 @@ _RULES: dict[Any, str] = {
 }
 
 
-def check_types(model: Model, factory: Callable[..., Any]) -> None:
+def check_types(model: ModelSection, factory: Callable[..., Any]) -> None:
     """Reject options of a built-in network whose type differs from the factory's annotation.
 
     Raises:
@@ -100,7 +100,7 @@ def check_types(model: Model, factory: Callable[..., Any]) -> None:
             raise ModelError(f"model.options.{name}={value!r}: {model.name} needs {name} as {rule}.") from None
 
 
-def call_factory(model: Model, factory: Callable[..., Any], **sizes: Any) -> nn.Module:
+def call_factory(model: ModelSection, factory: Callable[..., Any], **sizes: Any) -> nn.Module:
     """Call a factory with the recipe's options, and with those sizes that it accepts.
 
     Raises:

@@ -395,7 +395,7 @@ class StepWork:
 
 
 @dataclass(frozen=True)
-class _Origin:
+class _NodeOrigin:
     """Origin of a backward node: the module of its forward operator, and whether it used weights, or only weights."""
 
     layer: str
@@ -404,8 +404,8 @@ class _Origin:
     is_of_weights: bool = False
 
 
-_NOWHERE = _Origin("", "loss", uses_weights=False)
-_WHERE_BRANCHES_PART = _Origin(SUM_OF_GRADIENTS, "forward", uses_weights=False)
+_NOWHERE = _NodeOrigin("", "loss", uses_weights=False)
+_WHERE_BRANCHES_PART = _NodeOrigin(SUM_OF_GRADIENTS, "forward", uses_weights=False)
 
 
 class _ModeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -451,7 +451,7 @@ class WorkCounter:
         self._names = {id(module): name for name, module in network.named_modules()}
         self._within: list[str] = []
         self._phase = ""
-        self._origins: dict[int, _Origin] = {}
+        self._origins: dict[int, _NodeOrigin] = {}
         self._parameters = dict(network.named_parameters())
         # Weak references, which also ensure that no address is reused while it is a key.
         self._weights = {ref.cdata: ref for ref in (_reference(each) for each in self._parameters.values()) if ref}
@@ -497,7 +497,7 @@ class WorkCounter:
         if id(module) in self._names and self._within:
             self._within.pop()
 
-    def _number(self, end: int, origin: _Origin) -> None:
+    def _number(self, end: int, origin: _NodeOrigin) -> None:
         """Assign this origin to all backward nodes created since the last call, up to a number."""
         for number in (*range(self._numbered, end), end - 1):
             self._origins.setdefault(number, origin)
@@ -535,7 +535,7 @@ class WorkCounter:
             for index, value in enumerate((1, part.flops, part.bytes_read, part.bytes_written)):
                 sums[index] += value
 
-    def _forward_origin(self, *, again: bool, weights: tuple[bool, bool]) -> _Origin:
+    def _forward_origin(self, *, again: bool, weights: tuple[bool, bool]) -> _NodeOrigin:
         layer = self._within[-1] if self._within and not self._phase else ""
         if self._phase:
             phase = self._phase
@@ -545,18 +545,18 @@ class WorkCounter:
             phase = "forward" if self._within else "loss"
         # A backward node created here has the number before the next one. In-place operators take more numbers, since
         # autograd first clones what their gradient needs and numbers the clone too.
-        origin = _Origin(layer, "forward" if self._within else phase, *weights)
+        origin = _NodeOrigin(layer, "forward" if self._within else phase, *weights)
         self._number(next_node_number(), origin)
         return replace(origin, phase=phase)
 
-    def _origin_of(self, node: Any) -> _Origin:
+    def _origin_of(self, node: Any) -> _NodeOrigin:
         if type(node).__name__ == "AccumulateGrad":
             name = next((name for name, each in self._parameters.items() if each is node.variable), "")
-            return _Origin(name.rpartition(".")[0], "forward", uses_weights=True, is_of_weights=True)
+            return _NodeOrigin(name.rpartition(".")[0], "forward", uses_weights=True, is_of_weights=True)
         return self._origins.get(node._sequence_nr(), _NOWHERE)  # noqa: SLF001  # no public way; torch.fx uses it too
 
 
-def _backward_phase(part: OperatorWork, origin: _Origin, uses_weights: bool, adds_up: bool) -> str:
+def _backward_phase(part: OperatorWork, origin: _NodeOrigin, uses_weights: bool, adds_up: bool) -> str:
     """Return whether a backward operator computes the gradient of the layer's input or of its weights.
 
     Args:

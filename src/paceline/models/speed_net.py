@@ -35,7 +35,7 @@ _NORM_MOMENTUM = 0.4  # momentum of the running statistics: short runs need a la
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": functional.gelu, "relu": functional.relu}
 
 
-class Block(nn.Module):
+class ConvGroup(nn.Module):
     """Widen, halve the image, and refine with further convolutions of the same width."""
 
     def __init__(self, in_channels: int, out_channels: int, *, depth: int, activation: str) -> None:
@@ -64,7 +64,7 @@ class Block(nn.Module):
 class SpeedNet(nn.Module):
     """Whitening, blocks, global max pooling, linear classifier; see :func:`speed_net`."""
 
-    def __init__(self, num_classes: int, whitening: Whitening, blocks: Sequence[Block], logit_scale: float) -> None:
+    def __init__(self, num_classes: int, whitening: Whitening, blocks: Sequence[ConvGroup], logit_scale: float) -> None:
         super().__init__()
         self.whitening = whitening
         self.blocks = nn.Sequential(*blocks)
@@ -113,7 +113,9 @@ def speed_net(
     )
     check_options("speed_net", rules)
     whitening = Whitening(in_channels, patch)
-    blocks = [Block(n, m, depth=depth, activation=activation) for n, m in pairwise((whitening.out_channels, *widths))]
+    blocks = [
+        ConvGroup(n, m, depth=depth, activation=activation) for n, m in pairwise((whitening.out_channels, *widths))
+    ]
     model = SpeedNet(num_classes, whitening, blocks, 1 / widths[-1] if logit_scale is None else logit_scale)
     _initialize(model, unit_head=logit_scale is None)
     return model

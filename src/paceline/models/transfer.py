@@ -23,7 +23,7 @@ from paceline.errors import ModelError
 from paceline.models.adapters import add_adapters, trained_with_adapters
 from paceline.models.factories import mix_in
 from paceline.models.recompute import recompute_blocks
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 
 _NAMED = 4
 
@@ -82,7 +82,7 @@ def with_shared(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     return filled
 
 
-def adapt(network: nn.Module, model: Model) -> None:
+def adapt(network: nn.Module, model: ModelSection) -> None:
     """Apply a recipe's adapters and frozen parameters to a network.
 
     Raises:
@@ -156,7 +156,7 @@ def _names(network: nn.Module) -> list[str]:
     return [*chain.from_iterable(_bare_norms(network).values()), *(name for name, _ in network.named_parameters())]
 
 
-def frozen_patterns(network: nn.Module, model: Model) -> tuple[str, ...]:
+def frozen_patterns(network: nn.Module, model: ModelSection) -> tuple[str, ...]:
     """Return patterns of frozen parameters: with adapters, all others except the classifier; plus ``model.frozen``."""
     return (*(trained_with_adapters(network) if model.adapters.rank is not None else ()), *model.frozen)
 
@@ -179,7 +179,7 @@ def frozen_names(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
     return {name for name, is_frozen in frozen.items() if is_frozen}
 
 
-def late_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]:
+def late_parameters(network: nn.Module, model: ModelSection) -> dict[str, list[str]]:
     """Return the frozen parameters that ``model.unfreeze`` trains later, each with its matching patterns.
 
     Raises:
@@ -196,7 +196,7 @@ def late_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]:
     )
 
 
-def temporary_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]:
+def temporary_parameters(network: nn.Module, model: ModelSection) -> dict[str, list[str]]:
     """Return the parameters that ``model.freeze_after`` trains only at first, each with its matching patterns.
 
     Raises:
@@ -228,7 +228,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def trained_spans(
-    network: nn.Module, model: Model, unfreeze_steps: Mapping[str, int], freeze_after_steps: Mapping[str, int]
+    network: nn.Module, model: ModelSection, unfreeze_steps: Mapping[str, int], freeze_after_steps: Mapping[str, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the first training step of late parameters, and the number of training steps of temporary ones.
 

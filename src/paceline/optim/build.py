@@ -18,7 +18,7 @@ from paceline.optim.classes import combine_optimizers, eager, filters_and_rest, 
 from paceline.optim.parameter_groups import parameter_groups
 from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES, UNSUPPORTED_OPTIMIZERS
 from paceline.plan import Plan
-from paceline.plan.rates import LearningRate, Schedules, Settings
+from paceline.plan.rates import LearningRate, OptimizerSettings, Schedules
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Optimizer
 from paceline.registry import load
@@ -111,7 +111,7 @@ def build_schedules(recipe: Recipe, plan: Plan) -> Schedules:
     )
 
 
-def apply_settings(optimizer: torch.optim.Optimizer, settings: Settings) -> None:
+def apply_settings(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
     """Set the step's values on every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = settings.learning_rate * group.get("lr_factor", 1.0)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from paceline.errors import RecipeError
-from paceline.plan.rates import LearningRate, Schedules, Settings
+from paceline.plan.rates import LearningRate, OptimizerSettings, Schedules
 
 _TRIED_STEPS = 100_000
 
@@ -68,7 +68,7 @@ class OwnSchedules(Schedules):
         rates: Moves the scheduler to a step.
     """
 
-    rates: Callable[[int], Settings]
+    rates: Callable[[int], OptimizerSettings]
 
     @classmethod
     def of(
@@ -95,7 +95,7 @@ class OwnSchedules(Schedules):
         moved = _Moved(scheduler, twin)
         ends: list[int] = []
 
-        def at(step: int) -> Settings:
+        def at(step: int) -> OptimizerSettings:
             if first_step is None:
                 return moved.to(step)
             while not ends or ends[-1] <= step:
@@ -105,7 +105,7 @@ class OwnSchedules(Schedules):
         at(min(base.total_steps, _TRIED_STEPS) - 1)  # a scheduler may be made for fewer steps than the run has
         return cls(learning_rate=base, rates=at)
 
-    def at(self, step: int, position: int | None = None) -> Settings:
+    def at(self, step: int, position: int | None = None) -> OptimizerSettings:
         """Return the settings of optimizer step ``step`` (from 0)."""
         return self.rates(step)
 
@@ -144,7 +144,7 @@ class _Moved:
         self._scheduler, self._optimizer = scheduler, optimizer
         self._settings = [self._now()]
 
-    def to(self, moves: int) -> Settings:
+    def to(self, moves: int) -> OptimizerSettings:
         while len(self._settings) <= moves:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # this copy of the optimizer takes no steps
@@ -158,7 +158,7 @@ class _Moved:
             self._settings.append(self._now())
         return self._settings[moves]
 
-    def _now(self) -> Settings:
+    def _now(self) -> OptimizerSettings:
         group = self._optimizer.param_groups[0]
         momentum = group.get("momentum", group.get("betas", (None,))[0])
-        return Settings(learning_rate=float(group["lr"]), momentum=momentum)
+        return OptimizerSettings(learning_rate=float(group["lr"]), momentum=momentum)

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from paceline.errors import RecipeError, setting_error
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline.recipe.schema import Recipe
 
 # Default number of parts per step of an exact run, or the next smaller number that divides the step.
@@ -83,7 +83,7 @@ def _check_ghost_size(recipe: Recipe, micro: int, world_size: int) -> None:
         )
 
 
-def with_valid_ghost_size(model: Model, micro: int) -> Model:
+def with_valid_ghost_size(model: ModelSection, micro: int) -> ModelSection:
     """Return a network's section for a trial with another micro-batch size, divisible by BatchNorm's groups."""
     group_size = model.ghost_batch_norm
     if group_size is None or (micro % group_size == 0 and group_size < micro):
@@ -92,7 +92,7 @@ def with_valid_ghost_size(model: Model, micro: int) -> Model:
     return replace(model, ghost_batch_norm=divisors[-1] if divisors else None)
 
 
-def with_nearest_ghost_size(model: Model, micro: int) -> Model:
+def with_nearest_ghost_size(model: ModelSection, micro: int) -> ModelSection:
     """Return a network's section for another micro-batch size, with BatchNorm groups near the requested size.
 
     They are never larger; a micro-batch that is not larger than a group forms one group.

@@ -423,7 +423,7 @@ def one_cycle(rate: LearningRate, step: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class OptimizerSettings:
     """The optimizer's settings at a step; None leaves a setting unchanged.
 
     Attributes:
@@ -451,10 +451,10 @@ class Schedules:
     momentum: tuple[Course, float] | None = None
     weight_decay: tuple[Course, float] | None = None
 
-    def at(self, step: int, position: int | None = None) -> Settings:
+    def at(self, step: int, position: int | None = None) -> OptimizerSettings:
         """Return the settings of optimizer step ``step`` (from 0) on global batch ``position``."""
         rate = self.learning_rate
-        return Settings(
+        return OptimizerSettings(
             learning_rate=rate(step, position),
             momentum=None if self.momentum is None else _on_course(*self.momentum, step, rate),
             weight_decay=None if self.weight_decay is None else _on_course(*self.weight_decay, step, rate),

@@ -250,7 +250,7 @@ class Progressive:
 
 
 @section
-class Text:
+class TextSection:
     """How text becomes samples."""
 
     objective: Literal["causal", "masked"] = "causal"
@@ -477,7 +477,7 @@ class Data:
     """How training images grow."""
     mix: Mix = Mix()
     """How training samples are mixed."""
-    text: Annotated[Text, _used("text")] = Text()
+    text: Annotated[TextSection, _used("text")] = TextSection()
     """How text becomes the samples of a language model."""
     recommendation: Annotated[Clicks, _used("recommendation")] = Clicks()
     """Numbers and categories of clicked and unclicked samples."""

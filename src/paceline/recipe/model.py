@@ -60,7 +60,7 @@ class Adapters:
 
 
 @section
-class Model:
+class ModelSection:
     """Which network is trained."""
 
     name: str = "small_resnet"

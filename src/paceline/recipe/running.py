@@ -41,7 +41,7 @@ _Threshold = Annotated[PositiveFloat, Field(lt=1)]
 
 
 @section
-class Evaluate:
+class EvaluateSection:
     """When and how the validation samples are scored."""
 
     every: Annotated[Length | None, Off, _HELD_OUT] = Duration(1, "epochs")

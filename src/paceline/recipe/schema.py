@@ -18,9 +18,9 @@ from pydantic import BeforeValidator, Field
 from paceline.errors import RecipeError
 from paceline.recipe.data import Data
 from paceline.recipe.fields import Applies, Names, parse_integer, section
-from paceline.recipe.model import Model
-from paceline.recipe.running import Checkpoint, Evaluate, Parallel, Telemetry
-from paceline.recipe.training import Batch, Distillation, Optimizer, Schedule, Train
+from paceline.recipe.model import ModelSection
+from paceline.recipe.running import Checkpoint, EvaluateSection, Parallel, Telemetry
+from paceline.recipe.training import BatchSection, DistillationSection, Optimizer, Schedule, TrainSection
 from paceline.references import is_code_trusted, is_reference
 
 
@@ -35,14 +35,14 @@ class Recipe:
     your own `package.module:factory`. `own_loop` marks a run of `paceline.Loop`."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True), BeforeValidator(parse_integer)] = 0
     """Seed of the initial weights, the sample order, augmentation and dropout."""
-    model: Model = Model()
+    model: ModelSection = ModelSection()
     data: Data = Data()
-    batch: Batch = Batch()
+    batch: BatchSection = BatchSection()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
-    train: Train = Train()
-    distillation: Annotated[Distillation, Applies("task", ("distillation",))] = Distillation()
-    evaluate: Evaluate = Evaluate()
+    train: TrainSection = TrainSection()
+    distillation: Annotated[DistillationSection, Applies("task", ("distillation",))] = DistillationSection()
+    evaluate: EvaluateSection = EvaluateSection()
     checkpoint: Checkpoint = Checkpoint()
     parallel: Parallel = Parallel()
     telemetry: Telemetry = Telemetry()

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from paceline.optimizers import RULES, UNKNOWN_RULE, Rule, optimizers_with
+from paceline.optimizers import RULES, UNKNOWN_RULE, UpdateRule, optimizers_with
 from paceline.recipe.fields import (
     Applies,
     Auto,
@@ -170,7 +170,7 @@ class Optimizer:
             raise ValueError(f"found options {self.options} with rest=sgd, but they are for the class of rest=adamw")
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> UpdateRule:
         """Facts about the update rule."""
         return RULES.get(self.name, UNKNOWN_RULE)
 
@@ -207,7 +207,7 @@ _RAGGED = Needs(
 
 
 @section
-class Batch:
+class BatchSection:
     """Samples per step; absolute, for any number of processes."""
 
     global_size: PositiveInt = 256
@@ -248,7 +248,7 @@ class GradScaler:
 
 
 @section
-class Train:
+class TrainSection:
     """Duration, precision and loss."""
 
     duration: Length = Duration(10, "epochs")
@@ -296,7 +296,7 @@ class Train:
 
 
 @section
-class Distillation:
+class DistillationSection:
     """How a network learns from another one, its teacher."""
 
     teacher: Annotated[LocalPath | None, Off] = None

@@ -47,7 +47,7 @@ _MOST_IN_STEP = 2**26  # samples; more would take more memory than there may be
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit:
+class AuditResult:
     """What the ledgers prove.
 
     Attributes:
@@ -119,7 +119,7 @@ class Audit:
         return Shown(blocks=(table, *lines), ok=self.passed)
 
 
-def audit_run(run_dir: Path) -> Audit:
+def audit_run(run_dir: Path) -> AuditResult:
     """Audit the ledger of a stopped or completed run, or of a loop that used :class:`paceline.ledger.Ledger`.
 
     Raises:
@@ -160,7 +160,7 @@ def audit_run(run_dir: Path) -> Audit:
         objections += _wrong_order(directory.ledger, replace(geometry, lengths=_lengths(directory, plan)), steps)
     except RunDirectoryError as error:
         objections = [*objections, str(error)]
-    return Audit(
+    return AuditResult(
         run_dir=run_dir,
         steps=steps,
         samples_per_epoch=geometry.samples,
@@ -175,9 +175,9 @@ def audit_run(run_dir: Path) -> Audit:
     )
 
 
-def _audit_own_ledger(folder: Path, facts: OwnLedger) -> Audit:
+def _audit_own_ledger(folder: Path, facts: OwnLedger) -> AuditResult:
     steps, epochs, gaps = count_own_epochs(folder, facts)
-    return Audit(
+    return AuditResult(
         run_dir=folder,
         steps=steps,
         samples_per_epoch=facts.samples - facts.dropped,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError, RecipeError
-from paceline.recipe.training import Train
+from paceline.recipe.training import TrainSection
 from paceline.references import call_reference
 from paceline.registry import load
 
@@ -43,7 +43,7 @@ class ClassificationLoss:
         RecipeError: If the recipe's loss cannot be imported or built with ``train.loss_options``.
     """
 
-    def __init__(self, train: Train, class_weights: Sequence[float] = ()) -> None:
+    def __init__(self, train: TrainSection, class_weights: Sequence[float] = ()) -> None:
         self._weights = torch.tensor(class_weights, dtype=torch.float64) if class_weights else None
         self._name = train.loss
         self._of_samples: Callable[[Tensor, Tensor], Tensor] | None = None

@@ -20,7 +20,7 @@ from paceline.errors import DataError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.multilabel import MULTILABEL_METRICS, LabelScores
 from paceline.recipe.schema import Recipe
-from paceline.recipe.training import Train
+from paceline.recipe.training import TrainSection
 from paceline.tasks.class_losses import ClassificationLoss
 from paceline.tasks.image_classification import ClassTask
 from paceline.tasks.labelling import label_probabilities, thresholds_of
@@ -46,7 +46,7 @@ class ImageMultilabel(ClassTask):
 
     def __init__(self, recipe: Recipe) -> None:
         # A recipe that names a subclass is parsed without loading it, so its loss then has the general default.
-        if recipe.task != "image_multilabel" and recipe.train.loss == Train.loss:
+        if recipe.task != "image_multilabel" and recipe.train.loss == TrainSection.loss:
             recipe = replace(recipe, train=replace(recipe.train, loss="bce"))
         super().__init__(recipe)
 

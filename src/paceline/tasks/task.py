@@ -31,8 +31,8 @@ from paceline.metrics.named import NamedMetrics
 from paceline.optim.build import build_optimizer, build_schedules
 from paceline.plan import DataFacts, Plan
 from paceline.plan.rates import Schedules
-from paceline.recipe.model import Model as ModelSection
-from paceline.recipe.running import Evaluate
+from paceline.recipe.model import ModelSection
+from paceline.recipe.running import EvaluateSection
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Optimizer
 from paceline.records.events import StepEvent
@@ -528,7 +528,7 @@ def check_supported(task: Task) -> None:
             "network itself; leave it out, or override that method."
         )
     keep_examples = task.recipe.evaluate.keep_examples
-    if keep_examples not in (0, Evaluate().keep_examples) and type(task).answers is Task.answers:
+    if keep_examples not in (0, EvaluateSection().keep_examples) and type(task).answers is Task.answers:
         raise RecipeError(
             f"evaluate.keep_examples={keep_examples} has no effect with the task {task_name(task)}, which does not say "
             "which class was predicted; leave it out, or override its method `answers`."

@@ -21,7 +21,7 @@ from paceline.models.precision import fp8_layers
 from paceline.models.transfer import adapt, load_fitting, trained_spans, with_shared, zero_classifier
 from paceline.optim.parameter_groups import describe_groups
 from paceline.plan import NetworkFacts, ParameterNumbers, Plan
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline.recipe.schema import Recipe
 from paceline.storage.cache import local_path
 from paceline.tasks.own_code import refused
@@ -104,7 +104,7 @@ def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.
     return place(network, placement), tuple(notices)
 
 
-def load_initial_weights(network: nn.Module, model: Model) -> list[str]:
+def load_initial_weights(network: nn.Module, model: ModelSection) -> list[str]:
     """Load the weights of ``model.initialize_from``, if set; returns notices about them.
 
     Raises:

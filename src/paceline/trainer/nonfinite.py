@@ -16,7 +16,7 @@ from paceline.distributed.collectives import Collectives
 from paceline.distributed.exact import buffers_of, restore_tensor
 from paceline.distributed.strategy import VOTE_LAG, FlagReader
 from paceline.errors import TrainingError
-from paceline.recipe.training import Train
+from paceline.recipe.training import TrainSection
 from paceline.tasks.task import Task
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.step_stats import Results, Window
@@ -61,7 +61,7 @@ class NonFiniteGuard:
 
     def __init__(
         self,
-        train: Train,
+        train: TrainSection,
         optimizer: torch.optim.Optimizer,
         network: nn.Module,
         device: torch.device,

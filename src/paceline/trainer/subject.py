@@ -37,7 +37,7 @@ from paceline.distributed.device import (
     reserve_deterministic_workspace,
     restore_affinity,
 )
-from paceline.distributed.environment import Launch, read_launch
+from paceline.distributed.environment import LaunchEnvironment, read_launch
 from paceline.distributed.sharding import check_sharded
 from paceline.errors import DataError, LaunchError, RecipeError
 from paceline.loading import loading
@@ -359,7 +359,7 @@ class Subject(contextlib.ExitStack[bool | None]):
 
     # Run
 
-    def _join(self, launch: Launch) -> None:
+    def _join(self, launch: LaunchEnvironment) -> None:
         """Join the run's processes and open its directory; a collective."""
         from paceline.trainer import mirroring
         from paceline.trainer.run_dir_checks import ResumeRequest, open_directory

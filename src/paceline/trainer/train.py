@@ -15,7 +15,7 @@ import torch
 from paceline.checkpoint.weights import check_target
 from paceline.data.batch import ReadAhead
 from paceline.data.pipeline import Placement
-from paceline.distributed.environment import Launch, read_launch
+from paceline.distributed.environment import LaunchEnvironment, read_launch
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, TrainingError
 from paceline.models.transfer import adapt
 from paceline.plan import Plan
@@ -157,7 +157,7 @@ def opened_run(loaded: LoadedRecipe, options: Options) -> Iterator[Run]:
             yield run
 
 
-def _check_restarts(launch: Launch, options: Options) -> None:
+def _check_restarts(launch: LaunchEnvironment, options: Options) -> None:
     """Check that processes that may be restarted will find their earlier progress.
 
     Raises:
@@ -354,7 +354,7 @@ def write_pages(run: SavedRun, report: Reporter | None) -> None:
 # evenly. The others wait until torchrun restarts all because a node has left or joined.
 
 
-def without_standby_ranks(launch: Launch, recipe: Recipe) -> Launch | None:
+def without_standby_ranks(launch: LaunchEnvironment, recipe: Recipe) -> LaunchEnvironment | None:
     """Return the launch of the training processes; None if this process is not one of them.
 
     A launch of fixed size is unchanged: the plan refuses one that does not fit.
@@ -377,7 +377,7 @@ def without_standby_ranks(launch: Launch, recipe: Recipe) -> Launch | None:
     return replace(launch, world=trained)
 
 
-def elastic_notices(launch: Launch, training: Launch) -> tuple[str, ...]:
+def elastic_notices(launch: LaunchEnvironment, training: LaunchEnvironment) -> tuple[str, ...]:
     """Return notices about a launch whose hosts may leave, join or return."""
     notices = []
     came, size = launch.world.world_size, training.world.world_size

@@ -40,7 +40,7 @@ _OF_ENVIRONMENT = ("cpu", "platform", "python", "versions", "device_name", "torc
 
 
 @frozen
-class Line:
+class ComparedMeasurement:
     """One common measurement.
 
     Attributes:
@@ -68,7 +68,7 @@ class Comparison:
         notes: Further notes.
     """
 
-    lines: tuple[Line, ...]
+    lines: tuple[ComparedMeasurement, ...]
     tolerance: float
     confidence: float
     differences: Mapping[str, tuple[Any, Any]]
@@ -153,13 +153,15 @@ def compare(a: Path, b: Path, *, tolerance: float = 0.05, confidence: float = 0.
     )
 
 
-def _line(name: str, a: _Measured | None, b: _Measured | None, tolerance: float, confidence: float) -> Line:
+def _line(
+    name: str, a: _Measured | None, b: _Measured | None, tolerance: float, confidence: float
+) -> ComparedMeasurement:
     for label, measured in (("A", a), ("B", b)):
         if isinstance(measured, str):
-            return Line(name=name, slower=None, verdict="not comparable", note=f"{label}: {measured}")
+            return ComparedMeasurement(name=name, slower=None, verdict="not comparable", note=f"{label}: {measured}")
     if not isinstance(a, list) or not isinstance(b, list):
         only = "B" if a is None else "A"
-        return Line(name=name, slower=None, verdict="not comparable", note=f"measured in {only} only")
+        return ComparedMeasurement(name=name, slower=None, verdict="not comparable", note=f"measured in {only} only")
     if len(a) > 1 and len(b) > 1:
         times = [[math.exp(statistics.fmean(map(math.log, launch))) for launch in each] for each in (a, b)]
     else:
@@ -173,7 +175,7 @@ def _line(name: str, a: _Measured | None, b: _Measured | None, tolerance: float,
         verdict = "no slower"
     else:
         verdict = "not enough evidence"
-    return Line(name=name, slower=ratio, verdict=verdict)
+    return ComparedMeasurement(name=name, slower=ratio, verdict=verdict)
 
 
 def _read(path: Path) -> _Side:

@@ -32,14 +32,14 @@ from paceline.trainer.subject import Subject
 from paceline.world import World
 from paceline_advisor import Json
 from paceline_advisor.commands import Bench
-from paceline_advisor.launches import Launch, check_can_watch, said
+from paceline_advisor.launches import CommandProcess, check_can_watch, said
 
 _HOUR = 3600.0
 _LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
-class Target:
+class MetricTarget:
     """A metric and its target value; the task says whether higher or lower is better."""
 
     metric: str
@@ -47,7 +47,7 @@ class Target:
     less_is_better: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> Target:
+    def parse(cls, text: str) -> MetricTarget:
         """Parse ``top1_accuracy=94``.
 
         Raises:
@@ -61,7 +61,7 @@ class Target:
             pass
         raise RecipeError(f"--to {text}: a target must be METRIC=VALUE, for example top1_accuracy=94.")
 
-    def of(self, recipe: Recipe) -> Target:
+    def of(self, recipe: Recipe) -> MetricTarget:
         """Return the target with the direction of the metric in the recipe's task; some tasks open the data for it.
 
         Raises:
@@ -112,14 +112,14 @@ class TargetRun:
     trouble: str = ""
 
 
-def run_to_target(options: Bench, log: Log) -> tuple[LoadedRecipe, Target, list[TargetRun]]:
+def run_to_target(options: Bench, log: Log) -> tuple[LoadedRecipe, MetricTarget, list[TargetRun]]:
     """Train until the target of ``bench --to`` is met, once for each seed.
 
     Raises:
         PacelineError: If the recipe is invalid, never evaluates, or lacks the metric.
         TrainingError: If no run succeeded.
     """
-    target = Target.parse(options.to or "")
+    target = MetricTarget.parse(options.to or "")
     check_can_watch("bench --to")
     loaded = options.load()
     target = target.of(loaded.recipe)
@@ -135,7 +135,7 @@ def run_to_target(options: Bench, log: Log) -> tuple[LoadedRecipe, Target, list[
     return loaded, target, runs
 
 
-def one_run(target: Target, recipe: Recipe, *, processes: int = 1) -> TargetRun:
+def one_run(target: MetricTarget, recipe: Recipe, *, processes: int = 1) -> TargetRun:
     """Train until the target is met, in separate processes and a temporary directory."""
     run = TargetRun(seed=recipe.seed)
     with tempfile.TemporaryDirectory(prefix="paceline-b") as scratch:
@@ -148,7 +148,9 @@ def one_run(target: Target, recipe: Recipe, *, processes: int = 1) -> TargetRun:
     return run
 
 
-def train(words: Sequence[str], run: TargetRun, run_dir: Path, target: Target, *, until: Callable[[], bool]) -> bool:
+def train(
+    words: Sequence[str], run: TargetRun, run_dir: Path, target: MetricTarget, *, until: Callable[[], bool]
+) -> bool:
     """Train with ``paceline train WORDS``, to the end or until a condition holds.
 
     The run is stopped, with a checkpoint, if the condition holds, or if this process is interrupted or killed.
@@ -167,7 +169,7 @@ def train(words: Sequence[str], run: TargetRun, run_dir: Path, target: Target, *
     # It contains sockets of loader processes, whose paths must be short.
     with tempfile.TemporaryDirectory(prefix="paceline-t") as scratch:
         arguments, followed = ["train", *words, "--run-dir", str(run_dir)], {LAUNCHER_VARIABLE: str(os.getpid())}
-        with Launch(arguments, Path(scratch) / "launch", limit_seconds=math.inf, variables=followed) as launch:
+        with CommandProcess(arguments, Path(scratch) / "launch", limit_seconds=math.inf, variables=followed) as launch:
             try:
                 while launch.process.poll() is None and not is_over:
                     started = time.perf_counter()
@@ -184,7 +186,7 @@ def train(words: Sequence[str], run: TargetRun, run_dir: Path, target: Target, *
     return is_over
 
 
-def follow(run: TargetRun, run_dir: Path, target: Target) -> None:
+def follow(run: TargetRun, run_dir: Path, target: MetricTarget) -> None:
     """Read new events of the run; those after the target are ignored."""
     events = run_dir / "events.jsonl"
     if not events.is_file() or run.reached:
@@ -211,7 +213,7 @@ def follow(run: TargetRun, run_dir: Path, target: Target) -> None:
     run.evaluations = list(evaluations.values())
 
 
-def summarise_runs(runs: Sequence[TargetRun], target: Target, price: float | None = None) -> Json:
+def summarise_runs(runs: Sequence[TargetRun], target: MetricTarget, price: float | None = None) -> Json:
     """Return a result row for runs."""
     # A failed run counts as one observed for that long, and as long as any other if it made no progress: leaving it out
     # would reward failures.
@@ -260,7 +262,7 @@ def summarise_runs(runs: Sequence[TargetRun], target: Target, price: float | Non
 
 
 def write_dawnbench(
-    folder: Path, *, loaded: LoadedRecipe, target: Target, runs: Sequence[TargetRun], price: float | None = None
+    folder: Path, *, loaded: LoadedRecipe, target: MetricTarget, runs: Sequence[TargetRun], price: float | None = None
 ) -> list[Path]:
     """Write each run that reached the target as a DAWNBench entry: a JSON file and a TSV of its progress.
 

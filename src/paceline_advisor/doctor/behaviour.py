@@ -32,7 +32,7 @@ import paceline
 from paceline.data.batch import Batch, tensors_in
 from paceline.distributed.device import restore_affinity
 from paceline.recipe.schema import Recipe, named_code
-from paceline.recipe.training import Batch as BatchSection
+from paceline.recipe.training import BatchSection
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.process_settings import restore_globals
 from paceline.trainer.subject import Subject
@@ -41,7 +41,7 @@ from paceline.world import World
 from paceline_advisor import frozen
 from paceline_advisor.apply import QUIET, with_values
 from paceline_advisor.doctor.anatomy import Anatomy, observe_network
-from paceline_advisor.doctor.findings import Place
+from paceline_advisor.doctor.findings import CodeLine
 from paceline_advisor.prove.runs import without_unneeded
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -102,8 +102,8 @@ class Calls:
 
     reads: Counter[tuple[str, int, str]] = field(default_factory=Counter)
     made: Counter[tuple[str, int, str]] = field(default_factory=Counter)
-    debugging: dict[str, Place | None] = field(default_factory=dict)
-    states: dict[str, Place | None] = field(default_factory=dict)
+    debugging: dict[str, CodeLine | None] = field(default_factory=dict)
+    states: dict[str, CodeLine | None] = field(default_factory=dict)
     has_gradient_in_evaluation: bool = False
 
 
@@ -149,13 +149,13 @@ class CallWatcher(TorchFunctionMode):
         return result
 
 
-def place_of(frame: FrameType | None) -> Place | None:
+def place_of(frame: FrameType | None) -> CodeLine | None:
     """Return the line outside torch that a call came from; None if that is in Paceline or torchvision."""
     while frame is not None and frame.f_code.co_filename.startswith(TORCH):
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename.startswith((*OURS, *_TORCHVISION)):
         return None
-    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return CodeLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def _host_read(name: str, args: Any, kwargs: Any) -> str:
@@ -283,13 +283,13 @@ def own_files(recipe: Recipe, task: Task, network: nn.Module) -> list[str]:
     )
 
 
-def find_line(files: Iterable[str], pattern: str) -> Place | None:
+def find_line(files: Iterable[str], pattern: str) -> CodeLine | None:
     """Return the first line whose code, without its comment, matches a regular expression; None if no line does."""
     for file in files:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), start=1):
                 if re.search(pattern, line.partition("#")[0]):
-                    return Place(file, number, line.strip())
+                    return CodeLine(file, number, line.strip())
     return None
 
 
@@ -305,7 +305,7 @@ class Loader:
         drops_last: Whether it drops the last incomplete batch.
     """
 
-    place: Place
+    place: CodeLine
     workers: int
     pinned: bool
     persistent: bool
@@ -325,7 +325,7 @@ def watching_loaders() -> Iterator[list[Loader]]:
         if place is not None:
             found.append(
                 Loader(
-                    place=Place(place.file, place.line, "DataLoader"),
+                    place=CodeLine(place.file, place.line, "DataLoader"),
                     workers=self.num_workers,
                     pinned=self.pin_memory,
                     persistent=self.persistent_workers,

@@ -19,7 +19,7 @@ from paceline.world import World
 from paceline_advisor import Json, frozen
 from paceline_advisor.doctor.anatomy import Anatomy, Layer
 from paceline_advisor.doctor.behaviour import Calls, Loader
-from paceline_advisor.doctor.findings import TUNING, Advice, Finding, Keeps, Place, Severity
+from paceline_advisor.doctor.findings import TUNING, Advice, CodeLine, Finding, Keeps, Severity
 from paceline_advisor.memory.job import machine_for, predicted
 
 # Divisors of sizes that matrix units require, and that give the best tiles on an A100 and later.
@@ -27,7 +27,7 @@ _UNITS = {"tf32": (4, 32), "fp16": (8, 64), "bf16": (8, 64), "fp8": (16, 128)}
 
 
 @frozen
-class Target:
+class TargetDevice:
     """A device that a run is checked for.
 
     Attributes:
@@ -69,7 +69,7 @@ class Target:
         return _UNITS.get(precision)
 
 
-def choose_target(name: str | None, recipe: Recipe, *, processes: int = 1) -> Target:
+def choose_target(name: str | None, recipe: Recipe, *, processes: int = 1) -> TargetDevice:
     """Return the named device, or the one that a run would use here.
 
     Args:
@@ -86,7 +86,7 @@ def choose_target(name: str | None, recipe: Recipe, *, processes: int = 1) -> Ta
         if name is None:
             raise
         raise RecipeError(f"{error} Or cpu, for this machine's processor.") from None
-    return Target(machine=machine, device=device, is_here=name is None or device is None)
+    return TargetDevice(machine=machine, device=device, is_here=name is None or device is None)
 
 
 _OVER_THE_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -109,7 +109,7 @@ class MemoryShortage:
     normalises: bool
 
 
-def memory_shortage(recipe: Recipe, target: Target, world: World) -> MemoryShortage | None:
+def memory_shortage(recipe: Recipe, target: TargetDevice, world: World) -> MemoryShortage | None:
     """Return the memory that a step lacks; None if it fits, or if this is unknown.
 
     It is known for CUDA devices of known memory, if the step can run on fake tensors.
@@ -151,7 +151,7 @@ class CheckedRun:
 
     recipe: Recipe
     plan: Plan
-    target: Target
+    target: TargetDevice
     anatomy: Anatomy
     calls: Calls
     loaders: tuple[Loader, ...] = ()
@@ -208,7 +208,7 @@ class CheckResult:
     expected: str | None = None
     speedup: tuple[float, float] | None = None
     predicted: bool | None = None
-    places: tuple[Place, ...] = ()
+    places: tuple[CodeLine, ...] = ()
     layers: tuple[str, ...] = ()
 
     def updated(self, **changes: Any) -> CheckResult:

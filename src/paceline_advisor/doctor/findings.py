@@ -16,7 +16,7 @@ Keeps = Literal["same", "rounding", "training"]
 
 
 @dataclass(frozen=True)
-class Place:
+class CodeLine:
     """A line of code.
 
     Attributes:
@@ -107,7 +107,7 @@ class Finding:
     advice: Advice
     expected: str
     speedup: tuple[float, float] = (1.0, 1.0)
-    places: tuple[Place, ...] = ()
+    places: tuple[CodeLine, ...] = ()
     layers: tuple[str, ...] = ()
     predicted: bool = False
     gain: Gain | None = None

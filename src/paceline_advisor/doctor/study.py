@@ -37,7 +37,7 @@ from paceline_advisor.bench.interleaved import Measurement, run_interleaved
 from paceline_advisor.commands import Doctor
 from paceline_advisor.doctor.anatomy import Anatomy, observe_network
 from paceline_advisor.doctor.behaviour import Calls, behave, preserved_state, watching_loaders
-from paceline_advisor.doctor.checked_run import CHECKS, CheckedRun, Target, choose_target, memory_shortage
+from paceline_advisor.doctor.checked_run import CHECKS, CheckedRun, TargetDevice, choose_target, memory_shortage
 from paceline_advisor.doctor.checks import code, compute, training  # noqa: F401  # which declare the checks
 from paceline_advisor.doctor.findings import Finding, Gain, ranked
 
@@ -239,7 +239,7 @@ def examine(options: Doctor, log: Log) -> Diagnosis:
     )
 
 
-def _anatomy(recipe: Recipe, target: Target, world: World, log: Log) -> tuple[Plan, Anatomy | None, str]:
+def _anatomy(recipe: Recipe, target: TargetDevice, world: World, log: Log) -> tuple[Plan, Anatomy | None, str]:
     """Return the plan, and the network as observed on fake tensors, or why it could not be observed so."""
     plan: Plan | None = None
     try:

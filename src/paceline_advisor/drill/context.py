@@ -16,7 +16,7 @@ from paceline.errors import PacelineError, TrainingError
 from paceline.records.reader import read_events, read_json, strip_timings
 from paceline.records.run_directory import RunDirectory
 from paceline_advisor import Json, frozen
-from paceline_advisor.launches import Launch, OverdueError, last_step, said
+from paceline_advisor.launches import CommandProcess, OverdueError, last_step, said
 
 _COMPARED = ("status", "step", "epoch", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger")
 _ATTEMPTS = 3
@@ -87,14 +87,14 @@ class DrillContext:
         """The undisturbed run."""
         return self.scratch / "undisturbed"
 
-    def begin(self, run_dir: Path, restart: RestartOptions | None = None) -> Launch:
+    def begin(self, run_dir: Path, restart: RestartOptions | None = None) -> CommandProcess:
         """Start the command; in the same directory, it is identical each time."""
         restart = restart or RestartOptions()
         processes = restart.processes or self.processes
         arguments = ["train", self.recipe, *self.overrides, *restart.overrides, "--run-dir", str(run_dir)]
         arguments += ["--processes", str(processes)]
         log = run_dir.with_name(f"{run_dir.name}-{time.monotonic_ns()}")
-        return Launch(arguments, log, limit_seconds=self.limit_seconds, variables=restart.variables)
+        return CommandProcess(arguments, log, limit_seconds=self.limit_seconds, variables=restart.variables)
 
     def check(self) -> None:
         """Plan the run, so that a mistake in the recipe or its data is reported before anything is trained.
@@ -104,7 +104,7 @@ class DrillContext:
         """
         # In a separate process: a plan may occupy a device that the runs need exclusively.
         arguments = ["train", self.recipe, *self.overrides, "--processes", str(self.processes), "--plan-only"]
-        with Launch(arguments, self.scratch / "plan", limit_seconds=self.limit_seconds) as launch:
+        with CommandProcess(arguments, self.scratch / "plan", limit_seconds=self.limit_seconds) as launch:
             try:
                 code = launch.wait()
             except OverdueError as error:
@@ -133,7 +133,7 @@ class DrillContext:
     def disturb(
         self,
         name: str,
-        inject: Callable[[Launch, Path], None],
+        inject: Callable[[CommandProcess, Path], None],
         *,
         at: float = 1 / 3,
         make: Callable[[Path], None] = Path.mkdir,

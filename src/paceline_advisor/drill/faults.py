@@ -32,7 +32,7 @@ from paceline_advisor.drill.context import (
     audit_problems,
     resumes,
 )
-from paceline_advisor.launches import Launch, last_step, said
+from paceline_advisor.launches import CommandProcess, last_step, said
 
 _FAILED, _REFUSED, _STOPPED = 1, 2, 75
 _SILENT_SECONDS = 3.0
@@ -42,7 +42,7 @@ _BUSY_SECONDS = 2.0
 _YEAR_SECONDS = 365 * 86_400
 _LAST = slice(-1, None)  # of the ranks
 
-Inject = Callable[[Launch, Path], None]
+Inject = Callable[[CommandProcess, Path], None]
 Perform = Callable[[DrillContext, str], FaultedRun]
 """Disturbs a run of that name and recovers it; raises SkippedError if it cannot."""
 
@@ -61,7 +61,7 @@ def _without_fault(context: DrillContext, name: str) -> FaultedRun:
 # ---------------------------------------------------------------------------------------------- deaths
 
 
-def _signal_ranks(number: signal.Signals, ranks: slice, launch: Launch, _: Path) -> None:
+def _signal_ranks(number: signal.Signals, ranks: slice, launch: CommandProcess, _: Path) -> None:
     launch.send(number, launch.ranks()[ranks])
 
 
@@ -86,7 +86,7 @@ def _kill_launcher(context: DrillContext, name: str) -> FaultedRun:
 
 
 def _kill_worker(context: DrillContext, name: str) -> FaultedRun:
-    def inject(launch: Launch, _: Path) -> None:
+    def inject(launch: CommandProcess, _: Path) -> None:
         workers = launch.workers()
         if not workers:
             raise SkippedError("this recipe starts no loader processes here")
@@ -98,7 +98,7 @@ def _kill_worker(context: DrillContext, name: str) -> FaultedRun:
 def _kill_in_save(context: DrillContext, name: str) -> FaultedRun:
     """The time window is short: a kill that comes too late is retried once."""
 
-    def inject(launch: Launch, run_dir: Path) -> None:
+    def inject(launch: CommandProcess, run_dir: Path) -> None:
         launch.wait_until(lambda: _being_saved(run_dir))
         launch.kill()
 
@@ -144,7 +144,7 @@ def _survived(inject: Inject, context: DrillContext, name: str) -> FaultedRun:
     times: list[float] = []
     steps: list[int] = []
 
-    def timed(launch: Launch, run_dir: Path) -> None:
+    def timed(launch: CommandProcess, run_dir: Path) -> None:
         inject(launch, run_dir)
         steps.append(last_step(run_dir))
         times.append(time.monotonic())
@@ -158,7 +158,7 @@ def _survived(inject: Inject, context: DrillContext, name: str) -> FaultedRun:
     return faulted
 
 
-def _hang(launch: Launch, _: Path) -> None:
+def _hang(launch: CommandProcess, _: Path) -> None:
     rank = launch.ranks()[-1:]
     launch.send(signal.SIGSTOP, rank)
     time.sleep(_SILENT_SECONDS)
@@ -172,7 +172,7 @@ def _stopped_to_completion(context: DrillContext, name: str) -> FaultedRun:
     return _recovered(partial(_signal_ranks, signal.SIGSTOP, _LAST), context, name, [_FAILED], words, restart=restart)
 
 
-def _slow(launch: Launch, _: Path) -> None:
+def _slow(launch: CommandProcess, _: Path) -> None:
     rank = launch.ranks()[-1:]
     end = time.monotonic() + _SLOW_SECONDS
     while time.monotonic() < end and launch.process.poll() is None:
@@ -192,7 +192,7 @@ def _disk_full(context: DrillContext, name: str) -> FaultedRun:
         run_dir.mkdir()
         cleanup.enter_context(_mounted(["-t", "tmpfs", "-o", f"size={size}", "paceline-drill"], run_dir))
 
-    def fill(_: Launch, run_dir: Path) -> None:
+    def fill(_: CommandProcess, run_dir: Path) -> None:
         with contextlib.suppress(OSError), (run_dir / "filler").open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(2**20))
@@ -214,7 +214,7 @@ def _disk_full(context: DrillContext, name: str) -> FaultedRun:
 
 
 def _file_limit(context: DrillContext, name: str) -> FaultedRun:
-    def inject(launch: Launch, _: Path) -> None:
+    def inject(launch: CommandProcess, _: Path) -> None:
         pid = launch.ranks()[0]
         hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, hard))
@@ -225,7 +225,7 @@ def _file_limit(context: DrillContext, name: str) -> FaultedRun:
 def _read_only(context: DrillContext, name: str) -> FaultedRun:
     cleanup = contextlib.ExitStack()
 
-    def inject(_: Launch, run_dir: Path) -> None:
+    def inject(_: CommandProcess, run_dir: Path) -> None:
         folder = run_dir / "checkpoints"
         if os.geteuid():
             folder.chmod(0o555)
@@ -245,7 +245,7 @@ def _read_only(context: DrillContext, name: str) -> FaultedRun:
 def _moved(context: DrillContext, name: str) -> FaultedRun:
     moved: list[Path] = []
 
-    def inject(_: Launch, run_dir: Path) -> None:
+    def inject(_: CommandProcess, run_dir: Path) -> None:
         moved.append(run_dir.rename(run_dir.with_name(f"{run_dir.name}-moved")))
 
     faulted = context.disturb(name, inject)
@@ -350,7 +350,7 @@ def _older_weights(context: DrillContext, name: str) -> FaultedRun:
         raise SkippedError("the run has no two checkpoints; give more --steps")
     shutil.rmtree(run_dir / "checkpoints" / checkpoint_name(newest))
     arguments = ["export", str(run_dir), "--format", "safetensors", "--output", f"{run_dir}.safetensors"]
-    with Launch(arguments, run_dir.with_name(f"{name}-export"), limit_seconds=context.limit_seconds) as launch:
+    with CommandProcess(arguments, run_dir.with_name(f"{name}-export"), limit_seconds=context.limit_seconds) as launch:
         faulted = FaultedRun(run_dir=run_dir, step=newest, exit_code=launch.wait(), message=said(launch), steps_again=0)
         faulted.seconds_to_recover = time.monotonic() - launch.begun
     _expect(faulted, _REFUSED, words=[f"step {newest}"])
@@ -526,7 +526,7 @@ def all_faults(processes: int) -> dict[str, tuple[str, Perform]]:
     for number in STOP_SIGNALS:
         rank_only = partial(_signal_ranks, number, _LAST)
 
-        def group(launch: Launch, _: Path, number: signal.Signals = number) -> None:
+        def group(launch: CommandProcess, _: Path, number: signal.Signals = number) -> None:
             launch.send(number, launch.family())
 
         faults.append((f"{number.name}-rank", f"{number.name} to the last rank", partial(_stopped, rank_only)))

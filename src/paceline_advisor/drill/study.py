@@ -33,7 +33,7 @@ Result = Literal["pass", "FAIL", "skipped"]
 
 
 @frozen
-class Trial:
+class FaultTrial:
     """The outcome of one fault.
 
     Attributes:
@@ -81,7 +81,7 @@ class DrillReport:
     weights_sha256: str
     seconds: float
     scratch: Path | None
-    trials: tuple[Trial, ...]
+    trials: tuple[FaultTrial, ...]
 
     @property
     def passed(self) -> bool:
@@ -189,10 +189,10 @@ def shortened(options: Drill) -> tuple[str, ...]:
     return tuple(short)
 
 
-def _try_all(context: DrillContext, faults: Mapping[str, tuple[str, Perform]], log: Log) -> Iterator[Trial]:
+def _try_all(context: DrillContext, faults: Mapping[str, tuple[str, Perform]], log: Log) -> Iterator[FaultTrial]:
     repeats = True
     for name, (does, perform) in faults.items():
-        trial = partial(Trial, fault=name, does=does)
+        trial = partial(FaultTrial, fault=name, does=does)
         try:
             if not repeats:
                 raise SkippedError("the run is not repeatable even without faults, so a comparison would mean nothing")

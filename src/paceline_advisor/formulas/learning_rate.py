@@ -24,7 +24,7 @@ Series = Sequence[float]
 
 
 @dataclass(frozen=True)
-class Rule:
+class RangeTestRule:
     """A rule that reads a learning rate from the curve of a range test.
 
     Attributes:
@@ -144,17 +144,17 @@ def trough(rates: Series, losses: Series) -> float:
     return rates[int(means.argmin()) + width // 2]
 
 
-RULES: Mapping[str, Rule] = {
-    "trough": Rule(
+RULES: Mapping[str, RangeTestRule] = {
+    "trough": RangeTestRule(
         "the middle of the tenth of the steps with the lowest mean loss",
         "the extremum of Smith 2018, section 4.1, as a peak that a schedule falls from",
         trough,
         smooth=False,
     ),
-    "valley": Rule("the middle of the longest valley of the loss", f"{_FASTAI}.valley", valley),
-    "steepest": Rule("where the loss falls fastest against log(rate)", f"{_FASTAI}.steep", steepest),
-    "minimum": Rule("a tenth of the rate with the lowest loss", f"{_FASTAI}.minimum", minimum),
-    "slide": Rule(
+    "valley": RangeTestRule("the middle of the longest valley of the loss", f"{_FASTAI}.valley", valley),
+    "steepest": RangeTestRule("where the loss falls fastest against log(rate)", f"{_FASTAI}.steep", steepest),
+    "minimum": RangeTestRule("a tenth of the rate with the lowest loss", f"{_FASTAI}.minimum", minimum),
+    "slide": RangeTestRule(
         "coming from the highest rate, where the slope stops changing over 15 points", f"{_FASTAI}.slide", slide
     ),
 }
@@ -194,7 +194,7 @@ def _median(found: Mapping[str, Suggestion]) -> Suggestion:
     )
 
 
-def _suggested(rule: Rule, rates: Series, losses: Series, why_not: str) -> Suggestion:
+def _suggested(rule: RangeTestRule, rates: Series, losses: Series, why_not: str) -> Suggestion:
     chosen = None
     if not why_not:
         try:

@@ -340,7 +340,7 @@ class ParallelConfig:
 
 
 @frozen
-class Prediction:
+class StepPrediction:
     """A step of several devices.
 
     Attributes:
@@ -383,7 +383,7 @@ def slowest_of(devices: int) -> float:
     return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
 
-def predict(network: Network, one: OneDevice, fabric: Fabric, host: Host, config: ParallelConfig) -> Prediction:
+def predict(network: Network, one: OneDevice, fabric: Fabric, host: Host, config: ParallelConfig) -> StepPrediction:
     """Predict the step of ``fabric.devices`` devices."""
     middle = _step(network, one, fabric, host, config, uncertainty=1.0)
     low = _step(network, _scaled(one, 1 / (1 + one.uncertainty)), fabric, host, config, uncertainty=1 / UNCERTAINTY)
@@ -394,7 +394,7 @@ def predict(network: Network, one: OneDevice, fabric: Fabric, host: Host, config
     beyond = 1 + (MODEL_UNCERTAINTY if fabric.devices > 1 else 0.0)
     causes = {cause: each for cause, each in middle.items() if cause != "computing"}
     dominant = max(causes, key=lambda cause: causes[cause])
-    return Prediction(
+    return StepPrediction(
         devices=fabric.devices,
         samples=config.micro_batch * config.passes * fabric.devices,
         seconds=seconds,

@@ -56,7 +56,7 @@ class Surface:
 
 
 @dataclass(frozen=True)
-class Job:
+class DividedWork:
     """Work that is divided among processes.
 
     Attributes:
@@ -73,16 +73,16 @@ def positions(first: float, last: float, count: int) -> tuple[float, ...]:
     return tuple(np.linspace(first, last, count).tolist())
 
 
-def curve(at: Sequence[float], measure: Callable[[float], dict[str, float]]) -> Job:
+def curve(at: Sequence[float], measure: Callable[[float], dict[str, float]]) -> DividedWork:
     """Measure along a line."""
 
     def assemble(found: list[dict[str, float]]) -> Curve:
         return Curve(positions=tuple(at), values={name: tuple(each[name] for each in found) for name in found[0]})
 
-    return Job([partial(measure, position) for position in at], assemble)
+    return DividedWork([partial(measure, position) for position in at], assemble)
 
 
-def surface(x: Sequence[float], y: Sequence[float], measure: Callable[[float, float], dict[str, float]]) -> Job:
+def surface(x: Sequence[float], y: Sequence[float], measure: Callable[[float, float], dict[str, float]]) -> DividedWork:
     """Measure on a grid, row by row."""
 
     def assemble(found: list[dict[str, float]]) -> Surface:
@@ -90,7 +90,7 @@ def surface(x: Sequence[float], y: Sequence[float], measure: Callable[[float, fl
         values = {name: tuple(tuple(each[name] for each in row) for row in rows) for name in found[0]}
         return Surface(x=tuple(x), y=tuple(y), values=values)
 
-    return Job([partial(measure, across, up) for up, across in product(y, x)], assemble)
+    return DividedWork([partial(measure, across, up) for up, across in product(y, x)], assemble)
 
 
 def along_axes(
@@ -107,7 +107,7 @@ def along_axes(
     return measure
 
 
-def run_jobs(jobs: Mapping[str, Job], collectives: Collectives) -> dict[str, Any]:
+def run_jobs(jobs: Mapping[str, DividedWork], collectives: Collectives) -> dict[str, Any]:
     """Run jobs together. Collective: every rank must call this, with the same jobs.
 
     Rank r runs every world-size-th part, starting with the r-th. A PacelineError on one rank is raised on all.

@@ -40,8 +40,8 @@ from paceline_advisor.landscape.loss_surface import (
 from paceline_advisor.landscape.measures import (
     STARTS,
     Curve,
+    DividedWork,
     Eigenvalue,
-    Job,
     Sharpness,
     Surface,
     along_axes,
@@ -116,7 +116,7 @@ class RunLandscape:
 
 
 @frozen
-class Line:
+class WeightInterpolation:
     """The straight line from the first run's weights (0) to the second's (1).
 
     Attributes:
@@ -156,7 +156,7 @@ class LandscapeReport:
     batch_norm: str
     seed: int
     runs: tuple[RunLandscape, ...]
-    line: Line | None = None
+    line: WeightInterpolation | None = None
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> Json:
@@ -392,18 +392,18 @@ def _measure_run(run: OpenedRun, request: Landscape, collectives: Collectives, n
     )
 
 
-def _jobs(run: OpenedRun, weights: Tensor, request: Landscape, notes: list[str]) -> Iterator[tuple[str, Job]]:
+def _jobs(run: OpenedRun, weights: Tensor, request: Landscape, notes: list[str]) -> Iterator[tuple[str, DividedWork]]:
     """Yield the jobs of a run, longest first, so that the processes end together."""
     subject, asks, split = run.subject, request.asks_for, request.split
     if asks("curvature"):
-        yield "curvature", Job([partial(_curvature, run, weights, request)], lambda found: found[0])
+        yield "curvature", DividedWork([partial(_curvature, run, weights, request)], lambda found: found[0])
     if asks("sharpness"):
         climb = partial(measures.climb, iterations=request.iterations, subspace=request.subspace, seed=request.seed)
         for epsilon in request.epsilon:
             parts = [partial(climb, subject, weights, split, epsilon, start) for start in STARTS]
-            yield f"sharpness {epsilon}", Job(parts)
-    yield "results", Job([partial(subject.measure, weights, on, batch_norm="stored") for on in SPLITS])
-    yield "here", Job([partial(subject.measure, weights, split)])
+            yield f"sharpness {epsilon}", DividedWork(parts)
+    yield "results", DividedWork([partial(subject.measure, weights, on, batch_norm="stored") for on in SPLITS])
+    yield "here", DividedWork([partial(subject.measure, weights, split)])
     reach, axes = request.reach, list[Tensor]()
     if asks("curve") or asks("surface"):
         drawn = [normal_vector(request.seed, number, weights) for number in range(2)]
@@ -430,7 +430,7 @@ def _curvature(run: OpenedRun, weights: Tensor, request: Landscape) -> tuple[Any
         return None, f"no curvature: {error}"
 
 
-def _trajectory(run: OpenedRun, weights: Tensor, request: Landscape, notes: list[str]) -> Job | None:
+def _trajectory(run: OpenedRun, weights: Tensor, request: Landscape, notes: list[str]) -> DividedWork | None:
     """Measure on the plane of a run's checkpoints; if it was not requested by name and is unavailable, note why."""
     try:
         steps, saved = read_trajectory(run)
@@ -456,10 +456,12 @@ def _trajectory(run: OpenedRun, weights: Tensor, request: Landscape, notes: list
             steps=tuple(steps), coordinates=plane.coordinates, explained=plane.explained, surface=job.assemble(found)
         )
 
-    return Job(job.parts, assemble)
+    return DividedWork(job.parts, assemble)
 
 
-def _line(runs: list[OpenedRun], request: Landscape, collectives: Collectives, notes: list[str]) -> Line | None:
+def _line(
+    runs: list[OpenedRun], request: Landscape, collectives: Collectives, notes: list[str]
+) -> WeightInterpolation | None:
     if not request.asks_for("line") or len(runs) != 2:
         return None
     try:
@@ -484,10 +486,12 @@ def _line(runs: list[OpenedRun], request: Landscape, collectives: Collectives, n
     at = sorted({*positions(*_LINE, request.points), 0.0, 1.0})
     curves = measures.run_jobs({on: measures.curve(at, partial(measure, on)) for on in SPLITS}, collectives)
     loss = subject.task.metrics[0].name
-    return Line(curves=curves, barrier={on: loss_barrier(at, curve.values[loss]) for on, curve in curves.items()})
+    return WeightInterpolation(
+        curves=curves, barrier={on: loss_barrier(at, curve.values[loss]) for on, curve in curves.items()}
+    )
 
 
-def _gaps(runs: Sequence[RunLandscape], line: Line | None) -> Iterator[str]:
+def _gaps(runs: Sequence[RunLandscape], line: WeightInterpolation | None) -> Iterator[str]:
     """Yield notes on missing values in curves and surfaces, and on eigenvalues that did not converge."""
     for run in runs:
         trajectory = None if run.trajectory is None else run.trajectory.surface

@@ -4,7 +4,8 @@ It follows the rules of the caching allocator (c10/cuda/CUDACachingAllocator.cpp
 of 512 bytes. Blocks of up to 1 MiB are cut from segments of 2 MiB, larger ones from segments of 20 MiB. Those of 10 MiB
 or more get a separate segment, rounded up to a multiple of 2 MiB. A request reuses the best-fitting free block, which
 is split if enough is left; a freed block is merged with free neighbours. Segments are returned only when the device has
-no memory for another. Each stream has separate blocks. :class:`Settings` has the options of ``PYTORCH_ALLOC_CONF``.
+no memory for another. Each stream has separate blocks. :class:`AllocatorSettings` has the options of
+``PYTORCH_ALLOC_CONF``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Pool = tuple[int, bool]
 
 
 @frozen
-class Settings:
+class AllocatorSettings:
     """Options of PyTorch's allocator.
 
     Attributes:
@@ -55,7 +56,7 @@ class Settings:
         return -(-size // step) * step if step else size
 
 
-PLAIN = Settings()
+PLAIN = AllocatorSettings()
 
 
 class DoesNotFitError(Exception):
@@ -77,7 +78,7 @@ def segment_size(size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class AllocatedBlock:
     """An allocated part of a segment.
 
     Attributes:
@@ -105,7 +106,7 @@ class CachingAllocator:
         peak_reserved: Peak of ``reserved``.
     """
 
-    def __init__(self, *, limit: int | None = None, settings: Settings = PLAIN) -> None:
+    def __init__(self, *, limit: int | None = None, settings: AllocatorSettings = PLAIN) -> None:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._limit = limit
         self._settings = settings
@@ -117,7 +118,7 @@ class CachingAllocator:
         self._ends: dict[Pool, int] = {}  # expandable segments
         self._end = 0
 
-    def allocate(self, size: int, stream: int = 0) -> Block | None:
+    def allocate(self, size: int, stream: int = 0) -> AllocatedBlock | None:
         """Allocate a block of at least this many bytes; returns None for a tensor without elements.
 
         Raises:
@@ -145,9 +146,9 @@ class CachingAllocator:
             taken = size
         self.allocated += taken
         self.peak_allocated = max(self.peak_allocated, self.allocated)
-        return Block(address, taken, pool)
+        return AllocatedBlock(address, taken, pool)
 
-    def free(self, block: Block | None) -> None:
+    def free(self, block: AllocatedBlock | None) -> None:
         """Free a block, and merge it with free neighbours."""
         if block is None:
             return

@@ -25,8 +25,8 @@ from paceline_advisor import Json, as_json, frozen
 from paceline_advisor.apply import with_values
 from paceline_advisor.commands import Estimate
 from paceline_advisor.memory.allocations import unknown_kernels
-from paceline_advisor.memory.allocator import Settings
-from paceline_advisor.memory.job import MOST, Job, Peak, allocator_settings, machine_for, peak_of, predicted
+from paceline_advisor.memory.allocator import AllocatorSettings
+from paceline_advisor.memory.job import MOST, Peak, SimulatedRun, allocator_settings, machine_for, peak_of, predicted
 from paceline_advisor.memory.trace import EVALUATION, Steps, trace_step, trace_steps
 
 
@@ -54,7 +54,7 @@ class Saving:
         return self.change, format_bytes(self.needed), saves
 
 
-def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, current: int) -> Iterator[Saving]:
+def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: SimulatedRun, current: int) -> Iterator[Saving]:
     """Try the cheapest changes one at a time, with a fake step each.
 
     Args:
@@ -91,7 +91,7 @@ def _only_its_own(step: FakeStep) -> Steps:
 
 
 @frozen
-class Verdict:
+class ChosenStrategy:
     """The parallel strategy of a run.
 
     Attributes:
@@ -105,7 +105,7 @@ class Verdict:
     reason: str
 
 
-def weigh(job: Job, memory: int | None, processes: int) -> Verdict:
+def weigh(job: SimulatedRun, memory: int | None, processes: int) -> ChosenStrategy:
     """Return the strategy of a run, ``ddp`` or ``fsdp``, by the plan's rule, and what fits with it.
 
     Args:
@@ -119,10 +119,10 @@ def weigh(job: Job, memory: int | None, processes: int) -> Verdict:
         reason = "the device's memory is unknown; replicas are faster"
     else:
         reason = f"{reason}; {_outcome(job, memory, processes, strategy)}"
-    return Verdict(strategy=strategy, processes=processes, reason=reason)
+    return ChosenStrategy(strategy=strategy, processes=processes, reason=reason)
 
 
-def _outcome(job: Job, memory: int, processes: int, strategy: str) -> str:
+def _outcome(job: SimulatedRun, memory: int, processes: int, strategy: str) -> str:
     """Describe what fits with a strategy."""
     if strategy == "fsdp":
         try:
@@ -150,7 +150,7 @@ _ROUGHLY = 16
 
 
 @frozen
-class Size:
+class MicroBatchMemory:
     """Memory of a micro-batch of another size.
 
     Attributes:
@@ -218,17 +218,17 @@ class MemoryEstimate:
     memory: int | None
     outside: int
     peak: Peak
-    allocator: Settings
+    allocator: AllocatorSettings
     needed: int
     least: int
     fits: bool | None
-    sizes: tuple[Size, ...]
+    sizes: tuple[MicroBatchMemory, ...]
     largest: int | None
     micro_size: int | None
     verified: float | None
     devices: tuple[Fit, ...]
     savings: tuple[Saving, ...]
-    verdict: Verdict
+    verdict: ChosenStrategy
     notices: tuple[str, ...]
     seconds: float
 
@@ -416,8 +416,8 @@ def estimate_memory(
         sizes = [each for each in sizes if each == current or not steps.refuses(each)]
         kernels = unknown_kernels(job.step.network) if machine.device == "cpu" else ""
 
-        def at(micro_batch: int) -> Size:
-            return Size(
+        def at(micro_batch: int) -> MicroBatchMemory:
+            return MicroBatchMemory(
                 micro_batch=micro_batch,
                 needed=job.needed(micro_batch),
                 least=job.least(micro_batch, memory),
@@ -457,7 +457,7 @@ def estimate_memory(
     return replace(found, savings=(*found.savings, *others), seconds=time.perf_counter() - start_time)
 
 
-def _largest(job: Job, memory: int) -> tuple[int, float | None]:
+def _largest(job: SimulatedRun, memory: int) -> tuple[int, float | None]:
     """Return the largest micro-batch that fits, checked by running its step.
 
     Returns:
@@ -484,7 +484,7 @@ def _largest(job: Job, memory: int) -> tuple[int, float | None]:
     return low, verified
 
 
-def _fits(job: Job, machine: MachineFacts, largest: int | None) -> Iterator[Fit]:
+def _fits(job: SimulatedRun, machine: MachineFacts, largest: int | None) -> Iterator[Fit]:
     """Yield what fits on each known device; for the requested device, this is ``largest``."""
     for device in DEVICES.values():
         if job.plan.precision != "fp32" and device.peak(job.plan.precision) is None:
@@ -496,7 +496,7 @@ def _fits(job: Job, machine: MachineFacts, largest: int | None) -> Iterator[Fit]
         yield Fit(device=device.name, memory=device.memory_bytes, largest=most)
 
 
-def _notices(job: Job) -> Iterator[str]:
+def _notices(job: SimulatedRun) -> Iterator[str]:
     plan, steps = job.plan, job.steps
     if steps.is_scaled:
         yield (

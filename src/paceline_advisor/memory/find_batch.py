@@ -25,7 +25,7 @@ from paceline.plan.compute import resolve_evaluation_batch
 from paceline.recipe.data import Progressive
 from paceline.recipe.load import to_yaml
 from paceline.recipe.schema import Recipe
-from paceline.recipe.training import Batch
+from paceline.recipe.training import BatchSection
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.clock import peak_private_of
@@ -34,9 +34,9 @@ from paceline.units import Duration, format_bytes, format_count, format_seconds
 from paceline_advisor import Json, frozen
 from paceline_advisor.apply import QUIET, with_values, write_new
 from paceline_advisor.commands import FindBatch
-from paceline_advisor.launches import Launch, check_alone, said
+from paceline_advisor.launches import CommandProcess, check_alone, said
 from paceline_advisor.memory.batch_trial import REFERENCE, TrialConfig
-from paceline_advisor.memory.job import Job, machine_for, predicted
+from paceline_advisor.memory.job import SimulatedRun, machine_for, predicted
 
 # The first step creates the optimizer's state, and the second has it.
 _STEPS = 2
@@ -50,7 +50,7 @@ _TINY_RATE = 1e-9
 
 
 @frozen
-class Trial:
+class SizeTrial:
     """A trial of one size.
 
     Attributes:
@@ -89,7 +89,7 @@ class TrialRunner:
     memory: int | None
     device_type: str
     log: Log
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[SizeTrial] = field(default_factory=list)
 
     def fits(self, micro_batch: int) -> bool:
         """Return whether a size fits; each size is tried only once.
@@ -109,7 +109,7 @@ class TrialRunner:
             self.log(f"{micro_batch} samples: {outcome} ({format_seconds(trial.seconds)})")
         return trial.fits
 
-    def _tried(self, micro_batch: int, scratch: Path, start_time: float) -> Trial:
+    def _tried(self, micro_batch: int, scratch: Path, start_time: float) -> SizeTrial:
         parts = 2 if micro_batch < self.share else 1
         recipe = shortened(self.recipe, micro_batch, micro_batch * self.processes * parts)
         path, run_dir = scratch / "trial.yaml", scratch / "run"
@@ -123,7 +123,7 @@ class TrialRunner:
         arguments = ["train", str(path), f"task={REFERENCE}", "--run-dir", str(run_dir)]
         arguments += ["--processes", str(self.processes)]
         peaks: dict[int, int] = {}
-        with Launch(
+        with CommandProcess(
             arguments, scratch / "launch", limit_seconds=_LIMIT_SECONDS, variables=config.to_variable()
         ) as launch:
             reason = self._watch(launch, peaks)
@@ -137,11 +137,11 @@ class TrialRunner:
             if not refused:
                 raise TrainingError(f"a trial of {micro_batch} samples failed, but not for lack of memory: {message}")
             reason = "the device refused memory" if code != -9 else "the system killed it"
-        return Trial(
+        return SizeTrial(
             micro_batch=micro_batch, fits=not reason, peak=peak, why=reason, seconds=time.monotonic() - start_time
         )
 
-    def _watch(self, launch: Launch, peaks: dict[int, int]) -> str:
+    def _watch(self, launch: CommandProcess, peaks: dict[int, int]) -> str:
         """Wait for a trial to end, or end it if a process exceeds its memory; return why it does not fit, if known.
 
         Raises:
@@ -191,7 +191,7 @@ def shortened(recipe: Recipe, micro_batch: int, global_size: int) -> Recipe:
         "model.freeze_after": {},  # it is trained until then
         "data.workers": 0 if recipe.data.backend in ("auto", "pytorch") else recipe.data.workers,
         "data.progressive": Progressive(),
-        "batch": Batch(global_size=global_size, micro_size=micro_batch),
+        "batch": BatchSection(global_size=global_size, micro_size=micro_batch),
         "optimizer.lr": _TINY_RATE,
         "optimizer.lr_scaling": "none",
         "optimizer.lr_reference_batch": None,
@@ -237,7 +237,7 @@ class FoundBatch:
     recipe: Recipe
     processes: int
     device: str
-    trials: tuple[Trial, ...]
+    trials: tuple[SizeTrial, ...]
     largest: int
     refused: int | None
     micro_size: int
@@ -401,7 +401,7 @@ def proposed(fits: Callable[[int], bool], *, most: int, share: int) -> int:
     return next((each for each in range(most, 0, -1) if share % each == 0 and fits(each)), 0)
 
 
-def _job(recipe: Recipe, machine: MachineFacts, processes: int) -> tuple[Job | None, str]:
+def _job(recipe: Recipe, machine: MachineFacts, processes: int) -> tuple[SimulatedRun | None, str]:
     """Return the memory estimator of the run, or why there is none."""
     try:
         with predicted(recipe, machine, processes) as job:

@@ -23,7 +23,15 @@ from paceline.trainer.subject import Subject
 from paceline.world import World
 from paceline_advisor import Json, frozen
 from paceline_advisor.memory.allocations import ROOM, Allocation
-from paceline_advisor.memory.allocator import INTERVALS, MIB, PLAIN, Block, CachingAllocator, DoesNotFitError, Settings
+from paceline_advisor.memory.allocator import (
+    INTERVALS,
+    MIB,
+    PLAIN,
+    AllocatedBlock,
+    AllocatorSettings,
+    CachingAllocator,
+    DoesNotFitError,
+)
 from paceline_advisor.memory.trace import FIRST, STEP, Steps, StepTrace, trace_steps, without_collection
 from paceline_advisor.memory.variants import (
     Sharding,
@@ -105,7 +113,7 @@ def _played(step: StepTrace, allocator: CachingAllocator | None) -> Iterator[tup
     Raises:
         DoesNotFitError: If a storage does not fit on the device.
     """
-    live: dict[int, Block | None] = {}
+    live: dict[int, AllocatedBlock | None] = {}
     allocated = done = 0
     for name, events in step.played:
         yield name, done, allocated
@@ -123,7 +131,9 @@ def _played(step: StepTrace, allocator: CachingAllocator | None) -> Iterator[tup
                 # Batches are copied and normalised during the step, on a separate stream.
                 stream = 1 if each.cause == "batch" else 0
                 block = (
-                    Block(0, each.size, (stream, False)) if allocator is None else allocator.allocate(each.size, stream)
+                    AllocatedBlock(0, each.size, (stream, False))
+                    if allocator is None
+                    else allocator.allocate(each.size, stream)
                 )
                 live[number] = block
                 allocated += block.size if block is not None and counts else 0
@@ -131,7 +141,7 @@ def _played(step: StepTrace, allocator: CachingAllocator | None) -> Iterator[tup
             yield name, done, allocated
 
 
-def peak_of(step: StepTrace, *, caching: bool, allocator: Settings = PLAIN) -> Peak:
+def peak_of(step: StepTrace, *, caching: bool, allocator: AllocatorSettings = PLAIN) -> Peak:
     """Find the peak of a run.
 
     Args:
@@ -173,7 +183,7 @@ def peak_of(step: StepTrace, *, caching: bool, allocator: Settings = PLAIN) -> P
     )
 
 
-def fits(step: StepTrace, room: int, *, caching: bool, allocator: Settings = PLAIN) -> bool:
+def fits(step: StepTrace, room: int, *, caching: bool, allocator: AllocatorSettings = PLAIN) -> bool:
     """Whether a run completes with ``room`` bytes of memory."""
     if not caching:
         return peak_of(step, caching=False).allocated <= room
@@ -193,7 +203,9 @@ _KNOWN = ("expandable_segments", "max_split_size_mb", "roundup_power2_divisions"
 _PAIR = r"\s*([\w.-]+)\s*:\s*(\[[^\]]*\]|[^,\[\]]+)\s*"
 
 
-def allocator_settings(variables: Mapping[str, str], *, expandable: bool = False) -> tuple[Settings, tuple[str, ...]]:
+def allocator_settings(
+    variables: Mapping[str, str], *, expandable: bool = False
+) -> tuple[AllocatorSettings, tuple[str, ...]]:
     """Return the allocator's settings, and a sentence for each requested option that is not modelled.
 
     Args:
@@ -220,7 +232,7 @@ def allocator_settings(variables: Mapping[str, str], *, expandable: bool = False
         elif key not in _KNOWN and not key.startswith(_OF_THE_HOST):
             notices.append(f"{name}: {key}:{value} is not in the estimate")
     return (
-        Settings(
+        AllocatorSettings(
             expandable=expandable or found.get("expandable_segments", "").lower() == "true",
             max_split=None if "max_split_size_mb" not in found else MIB * _number(name, found, "max_split_size_mb"),
             divisions=_divisions(name, found),
@@ -276,7 +288,7 @@ _NEAR = 512
 _GUESSES = 3
 
 
-class Job:
+class SimulatedRun:
     """A process's run under a plan: its steps and its evaluation.
 
     Args:
@@ -305,7 +317,7 @@ class Job:
         machine: MachineFacts,
         *,
         shards: int,
-        allocator: Settings = PLAIN,
+        allocator: AllocatorSettings = PLAIN,
     ) -> None:
         self.step, self.steps, self._machine = step, steps, machine
         self.plan, self.recipe = step.plan, step.recipe
@@ -318,9 +330,9 @@ class Job:
         self.most = max(1, self.share) if steps.goes_one_by_one else MOST
         self.forget()
 
-    def sharded_over(self, shards: int) -> Job:
+    def sharded_over(self, shards: int) -> SimulatedRun:
         """Return the same process with its weights, if sharded, on another number of processes."""
-        return Job(self.step, self.steps, self._machine, shards=shards, allocator=self.allocator)
+        return SimulatedRun(self.step, self.steps, self._machine, shards=shards, allocator=self.allocator)
 
     def forget(self) -> None:
         """Forget all results, because the steps have changed."""
@@ -477,9 +489,9 @@ def predicted(
     *,
     shards: int = 0,
     scores: bool = True,
-    allocator: Settings | None = None,
+    allocator: AllocatorSettings | None = None,
     trace: Callable[[FakeStep], Steps] = trace_steps,
-) -> Iterator[Job]:
+) -> Iterator[SimulatedRun]:
     """Predict the memory of one process of a run at any micro-batch size, from a fake step; the one way to do it.
 
     Args:
@@ -497,7 +509,7 @@ def predicted(
     if allocator is None:
         allocator, _ = allocator_settings(os.environ if machine.device == "cuda" else {})
     with without_collection(), fake_step(recipe, processes=processes, machine=machine, scores=scores) as step:
-        yield Job(step, trace(step), machine, shards=shards or max(2, processes), allocator=allocator)
+        yield SimulatedRun(step, trace(step), machine, shards=shards or max(2, processes), allocator=allocator)
 
 
 def _last(condition: Callable[[int], bool], low: int, guess: int, high: int, roughly: bool) -> int:

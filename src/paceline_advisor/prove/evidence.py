@@ -31,8 +31,8 @@ from paceline.world import World
 from paceline_advisor import frozen
 from paceline_advisor.prove.recorder import (
     ObservedRun,
-    Recorder,
     RecorderConfig,
+    RecordingTask,
     copies_of,
     nan_as_infinite,
     rows_of,
@@ -162,7 +162,7 @@ class PlainLoop:
     def __init__(
         self, recipe: Recipe, config: RecorderConfig, alter: Callable[[nn.Module], None] | None = None
     ) -> None:
-        recorder = Recorder(build_task(recipe), config, alter)
+        recorder = RecordingTask(build_task(recipe), config, alter)
         self._recipe = recipe
         self._subject = Subject.open(recipe, World(), "network", task=recorder)
         self._task = recorder.task

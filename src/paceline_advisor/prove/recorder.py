@@ -290,14 +290,14 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 REFERENCE = "paceline_advisor.prove.recorder:recorder"
 
 
-def recorder(recipe: Recipe) -> Recorder:
+def recorder(recipe: Recipe) -> RecordingTask:
     """Return the recorder of a run that was started as a command; its settings are in the environment."""
     settings = json.loads(os.environ[CONFIG_VARIABLE])
     config = RecorderConfig(**{**settings, "kept_steps": tuple(settings["kept_steps"])})
-    return Recorder(build_task(replace(recipe, task=config.task)), config)
+    return RecordingTask(build_task(replace(recipe, task=config.task)), config)
 
 
-class Recorder(StandIn):
+class RecordingTask(StandIn):
     """A task that forwards everything to another one, and records its calls.
 
     Only three things differ from the task itself: there are fewer samples, the network computes in float64 if
@@ -490,7 +490,7 @@ class Recorder(StandIn):
 
 
 def _first_samples(name: str, limit: str) -> Callable[..., Any]:
-    def first(recorder: Recorder) -> Any:
+    def first(recorder: RecordingTask) -> Any:
         values, count = getattr(recorder.task, name)(), getattr(recorder.config, limit)
         if isinstance(values, SampleLengths):
             return replace(values, tokens=values.tokens[:count])
@@ -501,11 +501,11 @@ def _first_samples(name: str, limit: str) -> Callable[..., Any]:
 
 # Properties of samples are cut to the first samples; all other calls go to the task.
 for _name in ("weights", "classes", "sets", "lengths", "keys", "costs", "sizes"):
-    setattr(Recorder, f"sample_{_name}", _first_samples(f"sample_{_name}", "samples"))
-Recorder.evaluation_lengths = _first_samples("evaluation_lengths", "evaluation_samples")  # type: ignore[method-assign]
-for _name in vars(Task).keys() - vars(Recorder).keys():
+    setattr(RecordingTask, f"sample_{_name}", _first_samples(f"sample_{_name}", "samples"))
+RecordingTask.evaluation_lengths = _first_samples("evaluation_lengths", "evaluation_samples")  # type: ignore[method-assign]
+for _name in vars(Task).keys() - vars(RecordingTask).keys():
     if callable(getattr(Task, _name)):
-        setattr(Recorder, _name, forwarded(_name))
+        setattr(RecordingTask, _name, forwarded(_name))
 
 
 class _ShortPipeline(PassesOn):

@@ -17,7 +17,7 @@ from paceline.recipe.layers import format_override, set_keys
 from paceline.recipe.load import load_recipe, to_tree, to_yaml
 from paceline.recipe.running import Parallel, Profile
 from paceline.recipe.schema import Recipe
-from paceline.recipe.training import Batch
+from paceline.recipe.training import BatchSection
 from paceline.tasks.task import build_task
 from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.subject import Options
@@ -25,8 +25,8 @@ from paceline.trainer.train import train_recipe
 from paceline.units import Duration
 from paceline_advisor import frozen
 from paceline_advisor.apply import QUIET, with_values
-from paceline_advisor.launches import Launch, OverdueError, said
-from paceline_advisor.prove.recorder import CONFIG_VARIABLE, REFERENCE, ObservedRun, Recorder, RecorderConfig
+from paceline_advisor.launches import CommandProcess, OverdueError, said
+from paceline_advisor.prove.recorder import CONFIG_VARIABLE, REFERENCE, ObservedRun, RecorderConfig, RecordingTask
 
 # Keys of ``parallel`` that only determine how several devices divide the work.
 _OF_OTHER_MACHINES = (
@@ -211,7 +211,7 @@ def shortened(
         **QUIET,
         "model": with_valid_ghost_size(base.model, micro_batch),
         "data.workers": 0 if recipe.data.backend in ("auto", "pytorch") else "auto",
-        "batch": Batch(global_size=sizes.global_batch, micro_size=micro_batch),
+        "batch": BatchSection(global_size=sizes.global_batch, micro_size=micro_batch),
         "optimizer.lr": rate,
         "train.duration": Duration(_EPOCHS, "epochs"),
         "evaluate.every": Duration(1, "epochs") if sizes.evaluation_samples else None,
@@ -268,10 +268,10 @@ class Runner:
         """
         config = self.config(name)
         recipe = shortened(self.recipe, self.sizes, micro_batch=micro_batch, tiny_rate=alter is not None)
-        recorders: list[Recorder] = []
+        recorders: list[RecordingTask] = []
 
-        def make(asked: Recipe) -> Recorder:
-            recorders.append(Recorder(build_task(asked), config, alter))
+        def make(asked: Recipe) -> RecordingTask:
+            recorders.append(RecordingTask(build_task(asked), config, alter))
             return recorders[-1]
 
         trouble, path = "", self._write(config, recipe)
@@ -299,7 +299,9 @@ class Runner:
         arguments += ["--processes", str(processes)]
         variables = {CONFIG_VARIABLE: json.dumps(asdict(config))}
         trouble = ""
-        with Launch(arguments, path.parent / "launch", limit_seconds=_LIMIT_SECONDS, variables=variables) as launch:
+        with CommandProcess(
+            arguments, path.parent / "launch", limit_seconds=_LIMIT_SECONDS, variables=variables
+        ) as launch:
             try:
                 code = launch.wait()
                 trouble = f"exit code {code}: {said(launch)}" if code else ""

@@ -16,9 +16,9 @@ from paceline.plan.rates import lr_factor
 from paceline.plan.strategy import choose_automatically
 from paceline.recipe.schema import Recipe
 from paceline_advisor import Json, as_json, frozen
-from paceline_advisor.commands import Plan
+from paceline_advisor.commands import PlanTraining
 from paceline_advisor.scaling.room import Room, cluster_of, rooms
-from paceline_advisor.scaling.study import MOST_HERE, Row, ScaleReport, Scaling, shown_hours
+from paceline_advisor.scaling.study import MOST_HERE, ScaleReport, Scaling, ScalingRow, shown_hours
 
 LARGEST_WITHOUT_LOSS = 8192
 """Largest batch, in samples, that costs ResNet-50 no accuracy in as many epochs of ImageNet (Goyal et al. 2017)."""
@@ -47,7 +47,7 @@ class Choice:
         warning: A warning about its batch; otherwise empty.
     """
 
-    row: Row
+    row: ScalingRow
     reason: str
     learning_rate: float
     high_hours: float
@@ -65,7 +65,7 @@ class Choice:
         """Number of GPUs."""
         return self.row.prediction.devices
 
-    def why_not(self, options: Plan) -> str:
+    def why_not(self, options: PlanTraining) -> str:
         """Return why it is not chosen although it may be faster than the choice."""
         if not self.has_room:
             return "does not fit into memory"
@@ -80,7 +80,7 @@ class Choice:
         """Hours of all GPUs that are paid for, at the upper end of the predicted range; proportional to the cost."""
         return round(self.high_hours * self.row.paid, 6)
 
-    def excess(self, options: Plan) -> float:
+    def excess(self, options: PlanTraining) -> float:
         """Return its worst-case time or cost relative to the allowed one, whichever ratio is larger."""
         over_deadline = 0.0 if options.deadline_hours is None else self.high_hours / options.deadline_hours
         over_budget = 0.0 if options.budget is None or self.high_cost is None else self.high_cost / options.budget
@@ -193,7 +193,7 @@ class TrainingPlan:
         )
 
 
-def plan_training(options: Plan, log: Log) -> TrainingPlan:
+def plan_training(options: PlanTraining, log: Log) -> TrainingPlan:
     """Choose the cheapest number of GPUs that meets a deadline, or without one the fastest within a budget.
 
     Deadline and budget are compared with the upper end of the predicted range.
@@ -261,7 +261,7 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
     )
 
 
-def _sizes(recipe: Recipe, options: Plan) -> tuple[int, ...]:
+def _sizes(recipe: Recipe, options: PlanTraining) -> tuple[int, ...]:
     """Return the numbers of devices to try: powers of two that can share the batch, up to the available number.
 
     Processes without accelerators get one core each.
@@ -293,7 +293,7 @@ def _strategy(recipe: Recipe, scaling: Scaling, size: int, memory: int | None) -
     return choose_automatically(recipe, scaling.subject.numbers, size, memory)
 
 
-def _rate(batch: int, recipe_batch: int, recipe: Recipe, options: Plan) -> tuple[float, str]:
+def _rate(batch: int, recipe_batch: int, recipe: Recipe, options: PlanTraining) -> tuple[float, str]:
     """Return the peak learning rate for a batch, and a warning about that batch."""
     optimizer = recipe.optimizer
     rate = optimizer.lr * lr_factor(recipe, batch if options.lr_rule == "none" else recipe_batch)

@@ -29,7 +29,7 @@ from paceline.plan.compute import WITH_GRAPHS
 from paceline.plan.strategy import check_sharding
 from paceline.processes import ProcessGroup
 from paceline.recipe.schema import Recipe
-from paceline.recipe.training import Batch
+from paceline.recipe.training import BatchSection
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.units import format_bytes
@@ -38,7 +38,7 @@ from paceline_advisor.apply import with_values
 from paceline_advisor.bench.interleaved import Variant, run_interleaved
 from paceline_advisor.clusters import Cluster, Link, find_cluster
 from paceline_advisor.formulas.parallel_step import SPREAD, OneDevice
-from paceline_advisor.memory.job import Job, predicted
+from paceline_advisor.memory.job import SimulatedRun, predicted
 from paceline_advisor.roofline.study import count_step
 
 
@@ -152,7 +152,7 @@ def rooms(
     return found
 
 
-def _room(recipe: Recipe, job: Job, share: Share, memory: int, strategy: str) -> Room:
+def _room(recipe: Recipe, job: SimulatedRun, share: Share, memory: int, strategy: str) -> Room:
     """Return what fits on a device with a strategy."""
     sharding_strategy = None if strategy == "single" else strategy
     has, mode = format_bytes(memory), recipe.model.compile_mode
@@ -191,7 +191,7 @@ def of_one_process(recipe: Recipe, share: Share) -> Recipe:
     if path is not None and not Path(path).exists():
         recipe = with_values(recipe, {"data.path": None})
     values = {
-        "batch": Batch(global_size=share.own, micro_size=share.micro_batch),
+        "batch": BatchSection(global_size=share.own, micro_size=share.micro_batch),
         "model.compile": False,  # estimated without compilation: a compiled network saves fewer activations
         **ALONE,
     }
@@ -263,7 +263,7 @@ def measure(
     def variant(share: Share, processes: int) -> Variant:
         values = {
             "model": with_valid_ghost_size(recipe.model, share.micro_batch),
-            "batch": Batch(global_size=share.own * processes, micro_size=share.micro_batch),
+            "batch": BatchSection(global_size=share.own * processes, micro_size=share.micro_batch),
             "parallel.threads": threads.get(share.devices, recipe.parallel.threads),
             **(ALONE if processes == 1 else {}),
         }

@@ -30,7 +30,7 @@ from paceline_advisor.formulas.parallel_step import (
     Host,
     OneDevice,
     ParallelConfig,
-    Prediction,
+    StepPrediction,
     Strategy,
     predict,
 )
@@ -90,7 +90,7 @@ _ROUNDS = 5
 
 
 @frozen
-class Row:
+class ScalingRow:
     """The prediction for one size and strategy.
 
     Attributes:
@@ -105,7 +105,7 @@ class Row:
     """
 
     strategy: str
-    prediction: Prediction
+    prediction: StepPrediction
     batch: int
     passes: int
     hours: float
@@ -163,7 +163,7 @@ class ScaleReport:
     is_bound: bool
     precision: str
     parameters: int
-    rows: tuple[Row, ...]
+    rows: tuple[ScalingRow, ...]
     price_per_gpu_hour: float | None
     notices: tuple[str, ...] = field(default_factory=tuple)
 
@@ -383,7 +383,9 @@ class Scaling:
             notices=tuple(notices),
         )
 
-    def _row(self, share: Share, strategy: Strategy, one: OneDevice, link: Link | None, price: float | None) -> Row:
+    def _row(
+        self, share: Share, strategy: Strategy, one: OneDevice, link: Link | None, price: float | None
+    ) -> ScalingRow:
         size = share.devices
         host = replace(self._host, threads=self._threads(size)) if self._host.shares_cores else self._host
         config = ParallelConfig(
@@ -405,7 +407,7 @@ class Scaling:
             samples = duration.to_steps(samples_per_epoch=epoch, global_batch_size=batch) * batch
         hours = samples / found.rate / _HOUR
         paid = size if self._options.shared_node else self.cluster.nodes(size) * self.cluster.devices_per_node
-        return Row(
+        return ScalingRow(
             strategy="single" if size == 1 else strategy,
             prediction=found,
             batch=batch,

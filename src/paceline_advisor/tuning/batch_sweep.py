@@ -28,7 +28,7 @@ from paceline.trainer.subject import Subject
 from paceline.world import World
 from paceline_advisor import Json, as_json, frozen
 from paceline_advisor.apply import QUIET, with_values
-from paceline_advisor.bench.target import Target, TargetRun, one_run
+from paceline_advisor.bench.target import MetricTarget, TargetRun, one_run
 from paceline_advisor.commands import SweepBatch
 from paceline_advisor.formulas.batch_law import BatchLaw, SweepPoint, fit_batch_law, why_no_law
 from paceline_advisor.launches import check_can_watch
@@ -86,7 +86,7 @@ def sweep_batch(options: SweepBatch, log: Log = lambda _: None) -> Swept:
     recipe = loaded.recipe
     if recipe.batch.growth:
         raise RecipeError("batch.growth changes the batch during a run, but a sweep compares fixed ones; leave it out.")
-    target = Target.parse(options.to).of(recipe)
+    target = MetricTarget.parse(options.to).of(recipe)
     store = _RunStore(options, recipe, target)
     base_rate = recipe.optimizer.lr * lr_factor(recipe, recipe.batch.global_size)
     planned = list(
@@ -182,7 +182,7 @@ def with_batch(recipe: Recipe, batch: int, processes: int) -> Recipe:
     return replace(without, model=with_nearest_ghost_size(recipe.model, micro_batch_size(without, processes)))
 
 
-def steps_to(run: TargetRun, target: Target) -> float:
+def steps_to(run: TargetRun, target: MetricTarget) -> float:
     """Return the steps until a run reached the target, or until its last evaluation.
 
     The metric is interpolated linearly between the last evaluation below the target and the first that meets it:
@@ -206,7 +206,7 @@ class _RunStore:
         RunDirectoryError: If the folder contains another sweep.
     """
 
-    def __init__(self, options: SweepBatch, recipe: Recipe, target: Target) -> None:
+    def __init__(self, options: SweepBatch, recipe: Recipe, target: MetricTarget) -> None:
         self.runs: dict[tuple[int, float, int], SweepRun] = {}
         self._path = None if options.output is None else options.output / RUNS_FILE
         # Settings that two sweeps must share so that one may use the other's runs.
@@ -338,7 +338,7 @@ class Swept:
     """
 
     options: SweepBatch
-    target: Target
+    target: MetricTarget
     loaded: LoadedRecipe
     base_rate: float
     runs: dict[tuple[int, float, int], SweepRun]

@@ -163,7 +163,7 @@ _ENDINGS: Mapping[Ending, str] = {
 }
 
 
-class Settings(TypedDict, total=False):
+class RangeTestSettings(TypedDict, total=False):
     """Settings of a range test: see :class:`~paceline_advisor.commands.Sweep`."""
 
     lowest: float
@@ -309,7 +309,7 @@ def find_lr(
     overrides: Overrides = (),
     task: TaskMaker | None = None,
     quiet: bool = False,
-    **settings: Unpack[Settings],
+    **settings: Unpack[RangeTestSettings],
 ) -> RangeTest:
     """Train a few steps of a recipe with a rising learning rate, and suggest a rate from the loss curve.
 

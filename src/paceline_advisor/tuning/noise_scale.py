@@ -26,7 +26,7 @@ from paceline.distributed.environment import read_launch
 from paceline.distributed.strategy import Replicas
 from paceline.errors import CheckpointError, RecipeError, RunDirectoryError, UnreadableError
 from paceline.metrics.critical_batch import examples_ratio, steps_ratio
-from paceline.metrics.gradient_noise import Estimate, NoiseAverages, critical_range, estimate, linear_rate_excess
+from paceline.metrics.gradient_noise import NoiseAverages, NoiseEstimate, critical_range, estimate, linear_rate_excess
 from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
 from paceline.plan.batching import fixed_logical_ranks, with_nearest_ghost_size
@@ -317,7 +317,7 @@ def _into_micro_batches(recipe: Recipe, processes: int) -> Recipe:
     return with_values(recipe, {"model": model, "batch.micro_size": micro})
 
 
-def _of_step(run: ProbedRun, strategy: Replicas, batches: Sequence[Batch]) -> Estimate | None:
+def _of_step(run: ProbedRun, strategy: Replicas, batches: Sequence[Batch]) -> NoiseEstimate | None:
     parts: list[tuple[int, float]] = []
     trained = [(name, each) for name, each in run.network.named_parameters() if each.requires_grad]
     total = [torch.zeros_like(each) for _, each in trained]

@@ -37,7 +37,7 @@ from paceline.trainer.subject import Subject
 from paceline.units import format_count
 from paceline.world import World
 from paceline_advisor import Json, frozen
-from paceline_advisor.bench.target import Target, TargetRun, train
+from paceline_advisor.bench.target import MetricTarget, TargetRun, train
 from paceline_advisor.commands import Tune
 from paceline_advisor.launches import check_can_watch
 
@@ -74,7 +74,7 @@ def tune(options: Tune, log: Log) -> TuneReport:
     metric = best_metric(Subject.open(recipe, World(), "task").task)
     # No value meets it, so that each trial is followed to its end.
     unreachable = math.inf if metric.higher_is_better else -math.inf
-    target = Target(metric.name, unreachable, less_is_better=not metric.higher_is_better)
+    target = MetricTarget(metric.name, unreachable, less_is_better=not metric.higher_is_better)
     options.output.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
         held.callback(RunLock(RunDirectory(options.output)).release)
@@ -178,7 +178,7 @@ def _is_record(line: bytes) -> bool:
         return False
 
 
-def _open_study(options: Tune, recipe: Recipe, search: Search, target: Target) -> optuna.Study:
+def _open_study(options: Tune, recipe: Recipe, search: Search, target: MetricTarget) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
         storage=JournalStorage(JournalFileBackend(str(options.output / JOURNAL))),
@@ -210,7 +210,7 @@ def _finished(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
 
 
 def _run_trial(
-    options: Tune, study: optuna.Study, trial: optuna.Trial, values: Mapping[str, Any], target: Target
+    options: Tune, study: optuna.Study, trial: optuna.Trial, values: Mapping[str, Any], target: MetricTarget
 ) -> str:
     """Train with these values, and report the result to the study and the user."""
     run, reported = TargetRun(seed=0), 0
@@ -242,7 +242,7 @@ def _run_trial(
     return f"failed: {reason}"
 
 
-def _value_of(evaluation: Mapping[str, Any], target: Target) -> float:
+def _value_of(evaluation: Mapping[str, Any], target: MetricTarget) -> float:
     value = evaluation.get(target.metric)
     worst = math.inf if target.less_is_better else -math.inf
     return worst if value is None else float(value)
@@ -261,7 +261,7 @@ class TuneReport:
 
     options: Tune
     search: Search
-    target: Target
+    target: MetricTarget
     trials: Sequence[optuna.trial.FrozenTrial]
 
     @property

@@ -19,7 +19,7 @@ from typing import Any
 from paceline.errors import LaunchError, PacelineError
 from paceline.processes import ProcessGroup
 from paceline_course.grading.marks import Marks
-from paceline_course.grading.supervise import Limits
+from paceline_course.grading.supervise import ResourceLimits
 
 BASE_LR, WARMUP = 0.05, 6
 _PLAIN_EPOCHS, _PLAIN_BATCH = 3, 48
@@ -29,7 +29,7 @@ _KILL_AT_STEP = _STEPS_IN_EPOCH + 5
 
 
 @dataclass(frozen=True)
-class Trial:
+class GradingTrial:
     """One run of a grading.
 
     Attributes:
@@ -55,19 +55,19 @@ class Trial:
 
 
 TRIALS = (
-    Trial("one", 1, "one"),
-    Trial("two", 2, "two"),
-    Trial("three", 3, "three"),
-    Trial("pace-before", 2, "pace", network="batchnorm"),
-    Trial("batchnorm", 2, "batchnorm", network="batchnorm"),
-    Trial("pace-after", 2, "pace", network="batchnorm"),
-    Trial("killed", 2, "killed", kill_at_step=_KILL_AT_STEP),
-    Trial("resumed", 2, "killed", tear=True),
-    Trial("again", 2, "killed"),
+    GradingTrial("one", 1, "one"),
+    GradingTrial("two", 2, "two"),
+    GradingTrial("three", 3, "three"),
+    GradingTrial("pace-before", 2, "pace", network="batchnorm"),
+    GradingTrial("batchnorm", 2, "batchnorm", network="batchnorm"),
+    GradingTrial("pace-after", 2, "pace", network="batchnorm"),
+    GradingTrial("killed", 2, "killed", kill_at_step=_KILL_AT_STEP),
+    GradingTrial("resumed", 2, "killed", tear=True),
+    GradingTrial("again", 2, "killed"),
 )
 
 
-class Host:
+class RunHost:
     """The process that starts runs; it can serve several gradings."""
 
     def __init__(self) -> None:
@@ -120,8 +120,8 @@ def grade(
     path: Path,
     *,
     on_progress: Callable[[str], None] = lambda _: None,
-    limits: Limits | None = None,
-    host: Host | None = None,
+    limits: ResourceLimits | None = None,
+    host: RunHost | None = None,
 ) -> Marks:
     """Run a program of the assessment with 1, 2 and 3 processes, observe it, and mark what it does.
 
@@ -144,18 +144,20 @@ def grade(
     begin, processor = time.monotonic(), _processor_seconds()
     with (
         tempfile.TemporaryDirectory(prefix="paceline-grading-", ignore_cleanup_errors=True) as scratch,
-        closing(Host()) if host is None else nullcontext(host) as started,
+        closing(RunHost()) if host is None else nullcontext(host) as started,
     ):
-        marks = _grade(path, Path(scratch).resolve(), on_progress, limits or Limits(), started)
+        marks = _grade(path, Path(scratch).resolve(), on_progress, limits or ResourceLimits(), started)
     return replace(marks, seconds=time.monotonic() - begin, processor_seconds=_processor_seconds() - processor)
 
 
-def _grade(path: Path, scratch: Path, on_progress: Callable[[str], None], limits: Limits, host: Host) -> Marks:
+def _grade(
+    path: Path, scratch: Path, on_progress: Callable[[str], None], limits: ResourceLimits, host: RunHost
+) -> Marks:
     import torch
 
     from paceline_course.grading import on_run
     from paceline_course.grading.marks import marking_sheet
-    from paceline_course.grading.on_run import Schedule
+    from paceline_course.grading.on_run import RequestedSchedule
     from paceline_course.grading.runs import Runs
 
     program = scratch / "program" / "train.py"
@@ -173,15 +175,15 @@ def _grade(path: Path, scratch: Path, on_progress: Callable[[str], None], limits
     try:
         for name in on_run.THROUGHPUT_REPEATS:
             if on_run.throughput(found).reason and "batchnorm" in found.complete("batchnorm"):
-                again = Trial(name, 2, name, network="batchnorm")
+                again = GradingTrial(name, 2, name, network="batchnorm")
                 on_progress(f"{_description(again)}, to measure throughput again")
                 runs[name] = _run_trial(again, program, scratch, limits, host)
-        return Marks(tuple(item.mark(found) for item in marking_sheet(Schedule(BASE_LR, WARMUP))))
+        return Marks(tuple(item.mark(found) for item in marking_sheet(RequestedSchedule(BASE_LR, WARMUP))))
     finally:
         torch.set_num_threads(threads)
 
 
-def _should_run(trial: Trial, runs: dict[str, Any]) -> bool:
+def _should_run(trial: GradingTrial, runs: dict[str, Any]) -> bool:
     """Return False for runs that would only fail again: a program that never ends does not run nine times."""
     if any(run.ended_for and run.ended_for != "hang" for run in runs.values()):
         return False
@@ -191,7 +193,7 @@ def _should_run(trial: Trial, runs: dict[str, Any]) -> bool:
     return has_trained and (trial.directory != "killed" or runs["two"].is_complete)
 
 
-def _description(trial: Trial) -> str:
+def _description(trial: GradingTrial) -> str:
     if trial.is_bare:
         return "the bare loop, to measure throughput"
     what = {"killed": ", killed", "resumed": ", restarted, killed while saving", "again": ", restarted"}
@@ -199,10 +201,10 @@ def _description(trial: Trial) -> str:
     return f"{processes}, network {trial.network}{what.get(trial.name, '')}"
 
 
-def _run_trial(trial: Trial, program: Path, scratch: Path, limits: Limits, host: Host) -> Any:
+def _run_trial(trial: GradingTrial, program: Path, scratch: Path, limits: ResourceLimits, host: RunHost) -> Any:
     from paceline_course.grading import baseline
-    from paceline_course.grading.host import Launch
-    from paceline_course.grading.recorder import Watch
+    from paceline_course.grading.host import ProgramLaunch
+    from paceline_course.grading.recorder import RecordingOptions
     from paceline_course.grading.runs import read_run
 
     directory, notes = scratch / "runs" / trial.directory, scratch / "notes" / trial.name
@@ -217,12 +219,12 @@ def _run_trial(trial: Trial, program: Path, scratch: Path, limits: Limits, host:
             *("--output", str(output), "--epochs", str(epochs), "--batch", str(batch)),
             *("--base-lr", str(BASE_LR), "--warmup", str(WARMUP), "--network", trial.network),
         ]
-    launch = Launch(
+    launch = ProgramLaunch(
         program=baseline.__file__ if trial.is_bare else str(program),
         arguments=tuple(arguments),
         processes=trial.processes,
         directory=str(directory),
-        watch=Watch(str(notes), str(directory), str(output), trial.kill_at_step, trial.tear),
+        watch=RecordingOptions(str(notes), str(directory), str(output), trial.kill_at_step, trial.tear),
         limits=limits,
     )
     return read_run(notes, output, epochs=epochs, batch=batch, **host.run(launch))

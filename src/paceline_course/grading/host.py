@@ -1,8 +1,8 @@
 """Start many short runs quickly: one process imports torch once and forks each rank.
 
-``python -m paceline_course.grading.host`` reads each :class:`Launch` as a line of JSON. It starts the ranks with the
-environment that torchrun would set, supervises them, and answers with an :class:`Outcome`. It computes nothing itself,
-so it has no threads when it forks.
+``python -m paceline_course.grading.host`` reads each :class:`ProgramLaunch` as a line of JSON. It starts the ranks with
+the environment that torchrun would set, supervises them, and answers with an :class:`Outcome`. It computes nothing
+itself, so it has no threads when it forks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline_course.grading.recorder import Recorder, Watch
-from paceline_course.grading.supervise import Limits, Supervisor, adopt_orphans, end_children, end_group
+from paceline_course.grading.recorder import RankRecorder, RecordingOptions
+from paceline_course.grading.supervise import ResourceLimits, Supervisor, adopt_orphans, end_children, end_group
 
 _POLL_SECONDS = 0.05
 # Idle time allowed to the other ranks after one has failed.
@@ -36,7 +36,7 @@ _GRACE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Launch:
+class ProgramLaunch:
     """One run of a program.
 
     Attributes:
@@ -52,8 +52,8 @@ class Launch:
     arguments: tuple[str, ...]
     processes: int
     directory: str
-    watch: Watch
-    limits: Limits
+    watch: RecordingOptions
+    limits: ResourceLimits
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         values = json.loads(line)
-        watch, limits = Watch(**values.pop("watch")), Limits(**values.pop("limits"))
-        outcome = run(Launch(**values, watch=watch, limits=limits))
+        watch, limits = RecordingOptions(**values.pop("watch")), ResourceLimits(**values.pop("limits"))
+        outcome = run(ProgramLaunch(**values, watch=watch, limits=limits))
         answers.write(json.dumps(asdict(outcome)) + "\n")
         answers.flush()
 
 
-def run(launch: Launch) -> Outcome:
+def run(launch: ProgramLaunch) -> Outcome:
     """Start the ranks, wait until all have ended, and end all processes they started."""
     port = _free_port()
     pids = []
@@ -100,7 +100,7 @@ def run(launch: Launch) -> Outcome:
         end_children()
 
 
-def _wait(pids: list[int], limits: Limits) -> Outcome:
+def _wait(pids: list[int], limits: ResourceLimits) -> Outcome:
     supervisor = Supervisor(limits)
     codes: dict[int, int] = {}
     ended_for = ""
@@ -127,7 +127,7 @@ def _wait(pids: list[int], limits: Limits) -> Outcome:
     return Outcome(tuple(codes[pid] for pid in pids), ended_for)
 
 
-def _run_rank(launch: Launch, rank: int, port: int) -> None:
+def _run_rank(launch: ProgramLaunch, rank: int, port: int) -> None:
     code = 97
     leave = os._exit  # the recorder replaces os._exit
     try:
@@ -139,7 +139,7 @@ def _run_rank(launch: Launch, rank: int, port: int) -> None:
         _limit(launch.limits)
         random.seed()  # a new seed, as without a fork; torch starts with the same seed in every process
         np.random.seed()  # noqa: NPY002  # programs may use this old generator
-        recorder = Recorder(rank, launch.watch)
+        recorder = RankRecorder(rank, launch.watch)
         recorder.install()
         code = _run_program(launch, recorder)
     except BaseException:  # noqa: BLE001  # no exception may continue past the fork
@@ -150,7 +150,7 @@ def _run_rank(launch: Launch, rank: int, port: int) -> None:
         leave(code)
 
 
-def _run_program(launch: Launch, recorder: Recorder) -> int:
+def _run_program(launch: ProgramLaunch, recorder: RankRecorder) -> int:
     sys.argv = [launch.program, *launch.arguments]
     sys.path.insert(0, str(Path(launch.program).parent))
     code, message = 0, ""
@@ -172,7 +172,7 @@ def _run_program(launch: Launch, recorder: Recorder) -> int:
     return code & 0xFF
 
 
-def _environment(launch: Launch, rank: int, port: int) -> Mapping[str, str]:
+def _environment(launch: ProgramLaunch, rank: int, port: int) -> Mapping[str, str]:
     size = str(launch.processes)
     return {
         "RANK": str(rank),
@@ -204,7 +204,7 @@ def _redirect() -> None:
     os.closerange(3, 1024)
 
 
-def _limit(limits: Limits) -> None:
+def _limit(limits: ResourceLimits) -> None:
     seconds = int(limits.processor_seconds) + 1
     _lower(resource.RLIMIT_CPU, seconds, seconds + 5)  # first SIGXCPU, which shows the reason; later SIGKILL
     _lower(resource.RLIMIT_FSIZE, limits.file_bytes)

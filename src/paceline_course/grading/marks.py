@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from paceline_course.grading import on_run, on_training
-from paceline_course.grading.on_run import Schedule
-from paceline_course.grading.runs import Finding, NotObservedError, Runs
+from paceline_course.grading.on_run import RequestedSchedule
+from paceline_course.grading.runs import CriterionResult, NotObservedError, Runs
 
 PASS_AT = 70  # of 100
 
@@ -90,21 +90,23 @@ class Item:
     name: str
     title: str
     points: float
-    find: Callable[[Runs], Finding]
+    find: Callable[[Runs], CriterionResult]
 
     def mark(self, runs: Runs) -> Criterion:
         """Mark the runs: all points or none."""
         try:
             found = self.find(runs)
         except NotObservedError as error:
-            found = Finding(f"This could not be checked: {error}.")
+            found = CriterionResult(f"This could not be checked: {error}.")
         except Exception as error:  # noqa: BLE001  # a student's program may do what the grader does not expect
-            found = Finding(f"This could not be judged: the grader failed with {type(error).__name__}: {error}.")
+            found = CriterionResult(
+                f"This could not be judged: the grader failed with {type(error).__name__}: {error}."
+            )
         points = 0 if found.reason else self.points
         return Criterion(self.name, self.title, points, self.points, found.reason, found.note, found.seen)
 
 
-def marking_sheet(schedule: Schedule) -> tuple[Item, ...]:
+def marking_sheet(schedule: RequestedSchedule) -> tuple[Item, ...]:
     """Return all criteria, 100 points together."""
     return (
         Item("ends", "every run ends by itself, also if sizes do not divide", 7, on_run.ends),

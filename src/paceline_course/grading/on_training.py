@@ -9,8 +9,8 @@ import numpy as np
 
 from paceline_course.assignment import VALIDATION_SAMPLES
 from paceline_course.grading.runs import (
-    Finding,
-    Run,
+    CriterionResult,
+    ProgramRun,
     Runs,
     Vector,
     accuracy_of_state,
@@ -33,25 +33,27 @@ _STEP_TOLERANCE = 2e-4  # relative, of the norm; rounding of float32 causes a te
 
 
 @on_several
-def initial(run: Run) -> Finding:
+def initial(run: ProgramRun) -> CriterionResult:
     """Check that all ranks start from the same weights."""
     return _same_on_ranks(run, [rank.steps[0].weights for rank in run.ranks], "before step 0")
 
 
-def one_process(runs: Runs) -> Finding:
+def one_process(runs: Runs) -> CriterionResult:
     """Check that several processes give the result of one process with the same global batch."""
     alone = runs.complete("one").get("one")
     if alone is None:
-        return Finding("This could not be checked: the run with 1 process did not finish training.")
+        return CriterionResult("This could not be checked: the run with 1 process did not finish training.")
     return _as_one_process(runs, _final(alone, 0))
 
 
 @on_several
-def _as_one_process(run: Run, wanted: Vector) -> Finding:
+def _as_one_process(run: ProgramRun, wanted: Vector) -> CriterionResult:
     gap = _gap(_final(run, 0), wanted)
     if gap > _RESULT_TOLERANCE:
-        return Finding(f"Final weights {with_processes(run)} differ by up to {gap:.2g} from those with 1 process.")
-    return Finding(seen={"largest difference": gap})
+        return CriterionResult(
+            f"Final weights {with_processes(run)} differ by up to {gap:.2g} from those with 1 process."
+        )
+    return CriterionResult(seen={"largest difference": gap})
 
 
 def explain_gradient(found: Vector, expected: Vector, before: Vector | None, processes: int) -> str:
@@ -82,16 +84,18 @@ def explain_gradient(found: Vector, expected: Vector, before: Vector | None, pro
 
 
 @on_several
-def gradient(run: Run) -> Finding:
+def gradient(run: ProgramRun) -> CriterionResult:
     """Check that each step uses the gradient of the mean loss over the global batch."""
     worst = 0.0
     for step in range(run.steps):
         shares = step_shares(run, step)
         if not any(samples for _, samples in shares):
-            return Finding(f"Step {step} {with_processes(run)} was made without a single sample of the training set.")
+            return CriterionResult(
+                f"Step {step} {with_processes(run)} was made without a single sample of the training set."
+            )
         taken = sum(len(samples) for _, samples in shares)
         if taken > run.batch:
-            return Finding(
+            return CriterionResult(
                 f"Step {step} {with_processes(run)} took {taken} samples over all ranks, "
                 f"and the global batch is {run.batch}."
             )
@@ -101,13 +105,15 @@ def gradient(run: Run) -> Finding:
         for rank, vector in enumerate(found):
             complaint = explain_gradient(vector, expected, before[rank], run.processes)
             if complaint:
-                return Finding(f"Gradients at step {step} {with_processes(run)} {complaint}{_where(run, step, found)}.")
+                return CriterionResult(
+                    f"Gradients at step {step} {with_processes(run)} {complaint}{_where(run, step, found)}."
+                )
             worst = max(worst, float(np.linalg.norm(vector - expected)) / (float(np.linalg.norm(expected)) + 1e-12))
-    return Finding(seen={"largest relative difference": worst})
+    return CriterionResult(seen={"largest relative difference": worst})
 
 
 @on_several
-def optimizer(run: Run) -> Finding:
+def optimizer(run: ProgramRun) -> CriterionResult:
     """Check that each step changes the weights as SGD with momentum 0.9 does with its gradients and learning rate."""
     steps = run.ranks[0].steps
     velocity = np.zeros(len(steps[0].weights))
@@ -116,15 +122,15 @@ def optimizer(run: Run) -> Finding:
         expected, found = -step.learning_rate * velocity, after.weights.astype(np.float64) - step.weights
         apart, size = float(np.linalg.norm(found - expected)), float(np.linalg.norm(expected)) + 1e-12
         if not apart <= _STEP_TOLERANCE * size + _ROUNDING_TOLERANCE * float(np.linalg.norm(step.weights)):
-            return Finding(
+            return CriterionResult(
                 f"Step {number} {with_processes(run)}, by {step.optimizer or 'the optimizer'}, did not change weights "
                 f"as SGD with momentum {_MOMENTUM} does: the changes differ by {apart / size:.2%}.",
                 seen={"relative difference": apart / size},
             )
-    return Finding()
+    return CriterionResult()
 
 
-def _where(run: Run, step: int, found: list[Vector]) -> str:
+def _where(run: ProgramRun, step: int, found: list[Vector]) -> str:
     if any(_gap(vector, found[0]) > _EQUAL_TOLERANCE for vector in found):
         return "; ranks have different gradients, so they were not combined"
     sizes = [len(member.steps[step].samples) for member in run.ranks]
@@ -134,35 +140,35 @@ def _where(run: Run, step: int, found: list[Vector]) -> str:
 
 
 @on_several
-def same_weights(run: Run) -> Finding:
+def same_weights(run: ProgramRun) -> CriterionResult:
     """Check that all ranks end with the same weights, and that the file contains them."""
     finding = _same_on_ranks(run, [_final(run, rank) for rank in range(run.processes)], "at the end")
     if finding.reason:
         return finding
     saved = flat_state(run.weights)
     if saved is None:
-        return Finding(
+        return CriterionResult(
             f"The run {with_processes(run)} left no weights.safetensors that contains the network's weights by name."
         )
     gap = _gap(saved, _final(run, 0))
     if gap > _EQUAL_TOLERANCE:
-        return Finding(
+        return CriterionResult(
             f"weights.safetensors {with_processes(run)} differs by up to {gap:.2g} from the ranks' final weights."
         )
-    return Finding(seen={"largest difference": gap})
+    return CriterionResult(seen={"largest difference": gap})
 
 
-def _same_on_ranks(run: Run, vectors: list[Vector], when: str) -> Finding:
+def _same_on_ranks(run: ProgramRun, vectors: list[Vector], when: str) -> CriterionResult:
     for rank, vector in enumerate(vectors):
         gap = _gap(vector, vectors[0])
         if gap > _EQUAL_TOLERANCE:
-            return Finding(
+            return CriterionResult(
                 f"Weights of rank {rank} {when} {with_processes(run)} differ by up to {gap:.2g} from those of rank 0."
             )
-    return Finding()
+    return CriterionResult()
 
 
-def _final(run: Run, rank: int) -> Vector:
+def _final(run: ProgramRun, rank: int) -> Vector:
     weights = run.ranks[rank].final_weights
     return np.zeros(0, np.float32) if weights is None else weights
 
@@ -180,56 +186,62 @@ _NO_LOG = "there is no log.jsonl in the --output directory"
 _HALF_A_SAMPLE = 50 / VALIDATION_SAMPLES
 
 
-def validation(runs: Runs) -> Finding:
+def validation(runs: Runs) -> CriterionResult:
     """Check that each validation sample is counted once, and that the logged accuracy is that of the weights."""
     every = runs.complete("one", "two", "three")
     if not runs.complete("two", "three"):
-        return Finding("This could not be checked: no run with 2 or 3 processes finished training.")
+        return CriterionResult("This could not be checked: no run with 2 or 3 processes finished training.")
     findings = [_validation(run) for run in every.values()]
     return next((finding for finding in findings if finding.reason), findings[-1])
 
 
-def batchnorm(runs: Runs) -> Finding:
+def batchnorm(runs: Runs) -> CriterionResult:
     """Check that BatchNorm's statistics are the same on all ranks in validation and in the file."""
     run = runs.complete("batchnorm").get("batchnorm")
     if run is None:
-        return Finding("This could not be checked: the run of the network with BatchNorm did not finish training.")
+        return CriterionResult(
+            "This could not be checked: the run of the network with BatchNorm did not finish training."
+        )
     for rank, member in enumerate(run.ranks):
         if any(seen.training for seen in member.validations):
-            return Finding(f"Rank {rank} validated in training mode, where BatchNorm uses the statistics of the batch.")
+            return CriterionResult(
+                f"Rank {rank} validated in training mode, where BatchNorm uses the statistics of the batch."
+            )
     present = [(rank, member.validations[-1].statistics) for rank, member in enumerate(run.ranks) if member.validations]
     for rank, vector in present[1:]:
         gap = float(np.abs(vector - present[0][1]).max(initial=0.0))
         if gap > 1e-6:
-            return Finding(
+            return CriterionResult(
                 f"The means and variances of BatchNorm on rank {rank} differ by up to {gap:.2g} from those of rank "
                 f"{present[0][0]} in the last validation: each rank used its own statistics."
             )
     saved = accuracy_of_state(run.weights)
     if saved is None:
-        return Finding("The network with BatchNorm was not saved in weights.safetensors, with its weights by name.")
+        return CriterionResult(
+            "The network with BatchNorm was not saved in weights.safetensors, with its weights by name."
+        )
     logged = _logged(run, run.epochs - 1, "validation_accuracy")
     # If logged accuracies are wrong without BatchNorm too, the difference is not BatchNorm's.
     if (logged is None or not abs(saved - logged) <= _HALF_A_SAMPLE) and not validation(runs).reason:
-        return Finding(
+        return CriterionResult(
             f"The saved network has an accuracy of {_percent(saved)}; the last one logged is {_percent(logged)}."
         )
-    return Finding()
+    return CriterionResult()
 
 
-def accuracy(runs: Runs) -> Finding:
+def accuracy(runs: Runs) -> CriterionResult:
     """Check that the network with BatchNorm reaches the target accuracy."""
     run = runs.get("batchnorm")
     found = accuracy_of_state(run.weights) if run is not None and run.weights else None
     if found is None or found < TARGET_ACCURACY:
         has = "none was saved" if found is None else f"the saved one has {_percent(found)}"
         reason = f"The target accuracy with BatchNorm is {TARGET_ACCURACY:g} % on the validation set, and {has}."
-        return Finding(reason, seen={"accuracy": found})
-    return Finding(seen={"accuracy": found})
+        return CriterionResult(reason, seen={"accuracy": found})
+    return CriterionResult(seen={"accuracy": found})
 
 
 @on_several
-def loss(run: Run) -> Finding:
+def loss(run: ProgramRun) -> CriterionResult:
     """Check that the logged loss is the mean over all samples of the epoch."""
     for epoch in range(run.epochs):
         total, count = 0.0, 0
@@ -242,19 +254,19 @@ def loss(run: Run) -> Finding:
         expected = total / max(count, 1)
         found = _logged(run, epoch, "train_loss")
         if not run.log:
-            return Finding(f"{with_processes(run).capitalize()}, {_NO_LOG}.")
+            return CriterionResult(f"{with_processes(run).capitalize()}, {_NO_LOG}.")
         if found is None:
-            return Finding(f"The log {with_processes(run)} has no number train_loss for epoch {epoch}.")
+            return CriterionResult(f"The log {with_processes(run)} has no number train_loss for epoch {epoch}.")
         if not abs(found - expected) <= _LOSS_TOLERANCE * max(1.0, abs(expected)):
-            return Finding(
+            return CriterionResult(
                 f"The log {with_processes(run)} has a train_loss of {found:.6g} for epoch {epoch}; "
                 f"the mean over all its samples is {expected:.6g}.",
                 seen={"logged": found, "expected": expected},
             )
-    return Finding()
+    return CriterionResult()
 
 
-def _validation(run: Run) -> Finding:
+def _validation(run: ProgramRun) -> CriterionResult:
     for epoch in range(run.epochs):
         where = f"After epoch {epoch} {with_processes(run)}"
         end = run.epoch_steps(epoch).stop
@@ -263,11 +275,11 @@ def _validation(run: Run) -> Finding:
         missing = VALIDATION_SAMPLES - len(counts)
         repeated = sorted(sample for sample, count in counts.items() if count > 1)
         if missing:
-            return Finding(
+            return CriterionResult(
                 f"{where}, {missing} of {VALIDATION_SAMPLES} samples of the validation set were not evaluated."
             )
         if repeated:
-            return Finding(
+            return CriterionResult(
                 f"{where}, these samples of the validation set were counted more than once: {listing(repeated)}."
             )
         found = _logged(run, epoch, "validation_accuracy")
@@ -275,25 +287,27 @@ def _validation(run: Run) -> Finding:
         expected = None if weights is None else accuracy_of_vector(weights)
         if found is None or expected is None or not abs(found - expected) <= _HALF_A_SAMPLE:  # catches nan too
             says = f"the log says {_percent(found)}" if run.log else _NO_LOG
-            return Finding(f"{where}, {says}; with these weights the accuracy is {_percent(expected)}.")
-    return Finding(seen={"samples counted": VALIDATION_SAMPLES})
+            return CriterionResult(f"{where}, {says}; with these weights the accuracy is {_percent(expected)}.")
+    return CriterionResult(seen={"samples counted": VALIDATION_SAMPLES})
 
 
 @on_several
-def validation_shared(run: Run) -> Finding:
+def validation_shared(run: ProgramRun) -> CriterionResult:
     """Check that all ranks take part in validation."""
     validated = [sum(len(seen.samples) for seen in rank.validations) for rank in run.ranks]
     idle = [rank for rank, count in enumerate(validated) if count == 0]
     if idle:
-        return Finding(f"{with_processes(run).capitalize()}, ranks without any sample to validate: {listing(idle)}.")
+        return CriterionResult(
+            f"{with_processes(run).capitalize()}, ranks without any sample to validate: {listing(idle)}."
+        )
     if max(validated) > 1.5 * sum(validated) / len(validated):
-        return Finding(
+        return CriterionResult(
             f"{with_processes(run).capitalize()}, ranks validated {listing(validated)} samples: the shares are unequal."
         )
-    return Finding()
+    return CriterionResult()
 
 
-def _logged(run: Run, epoch: int, key: str) -> float | None:
+def _logged(run: ProgramRun, epoch: int, key: str) -> float | None:
     records = [record for record in run.log if record.get("epoch") == epoch]
     value = records[0].get(key) if len(records) == 1 else None
     if not isinstance(value, int | float):

@@ -82,7 +82,7 @@ UNKNOWN = -1  # a row that is in neither set; sample v of the validation set is 
 
 
 @dataclass(frozen=True)
-class Watch:
+class RecordingOptions:
     """What to record of a run, and when to kill it.
 
     Attributes:
@@ -101,11 +101,11 @@ class Watch:
 
 
 @dataclass
-class Recorder:
+class RankRecorder:
     """Records the events of one rank."""
 
     rank: int
-    watch: Watch
+    watch: RecordingOptions
     pending: list[int] = field(default_factory=list)
     steps: int = 0
     networks: list[nn.Module] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Recorder:
         self._vectors = os.open(stem.with_suffix(".bin"), flags)
         self._samples = _samples_by_content()
 
-    def __deepcopy__(self, _: Any) -> Recorder:
+    def __deepcopy__(self, _: Any) -> RankRecorder:
         return self  # a copied network keeps its hooks, which refer to this recorder
 
     def install(self) -> None:

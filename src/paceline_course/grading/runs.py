@@ -93,7 +93,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Run:
+class ProgramRun:
     """The record of one run.
 
     Attributes:
@@ -147,10 +147,10 @@ class Run:
         return range(begin, self.steps if is_last else min(begin + self.steps_in_epoch, self.steps))
 
 
-def read_run(folder: Path, output: Path, *, epochs: int, batch: int, **outcome: Any) -> Run:
+def read_run(folder: Path, output: Path, *, epochs: int, batch: int, **outcome: Any) -> ProgramRun:
     """Read the recorded events in a folder, and the files in the program's output directory."""
     exit_codes = tuple(outcome["exit_codes"])
-    return Run(
+    return ProgramRun(
         ranks=tuple(_read_rank(folder, rank) for rank in range(len(exit_codes))),
         epochs=epochs,
         batch=batch,
@@ -234,7 +234,7 @@ class NotObservedError(Exception):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CriterionResult:
     """Result of one criterion.
 
     Attributes:
@@ -257,13 +257,13 @@ class Runs:
             while saving), ``again``, ``pace-before`` and ``pace-after`` (the bare loop).
     """
 
-    by_name: Mapping[str, Run]
+    by_name: Mapping[str, ProgramRun]
 
-    def get(self, name: str) -> Run | None:
+    def get(self, name: str) -> ProgramRun | None:
         """Return a run, complete or not; None if it was skipped."""
         return self.by_name.get(name)
 
-    def complete(self, *names: str) -> dict[str, Run]:
+    def complete(self, *names: str) -> dict[str, ProgramRun]:
         """Return those of the named runs that are complete."""
         found = {name: self.by_name[name] for name in names if name in self.by_name}
         return {name: run for name, run in found.items() if run.is_complete}
@@ -272,14 +272,16 @@ class Runs:
 P = ParamSpec("P")
 
 
-def on_several(check: Callable[Concatenate[Run, P], Finding]) -> Callable[Concatenate[Runs, P], Finding]:
+def on_several(
+    check: Callable[Concatenate[ProgramRun, P], CriterionResult],
+) -> Callable[Concatenate[Runs, P], CriterionResult]:
     """Apply a check to the runs with 2 and 3 processes, and return the first finding with a reason."""
 
     @functools.wraps(check)
-    def found(runs: Runs, /, *args: P.args, **kwargs: P.kwargs) -> Finding:
+    def found(runs: Runs, /, *args: P.args, **kwargs: P.kwargs) -> CriterionResult:
         complete = runs.complete("two", "three")
         if not complete:
-            return Finding("This could not be checked: no run with 2 or 3 processes finished training.")
+            return CriterionResult("This could not be checked: no run with 2 or 3 processes finished training.")
         findings = [check(run, *args, **kwargs) for run in complete.values()]
         return next((finding for finding in findings if finding.reason), findings[0])
 
@@ -292,7 +294,7 @@ def listing(values: Sequence[Any], most: int = 4) -> str:
     return text if len(values) <= most else f"{text}, … ({len(values)} in all)"
 
 
-def with_processes(run: Run) -> str:
+def with_processes(run: ProgramRun) -> str:
     """Return ``with 1 process``, ``with 2 processes`` and so on."""
     return f"with {run.processes} process{'' if run.processes == 1 else 'es'}"
 
@@ -327,7 +329,7 @@ def mean_loss_and_gradient(shares: Shares) -> tuple[float, Vector]:
     return total_loss / count, (total_gradient / count).astype(np.float32)
 
 
-def step_shares(run: Run, step: int) -> list[tuple[Vector, list[int]]]:
+def step_shares(run: ProgramRun, step: int) -> list[tuple[Vector, list[int]]]:
     """Return the weights and the training samples of each rank at a step."""
     return [
         (rank.steps[step].weights, [sample for sample in rank.steps[step].samples if sample >= 0]) for rank in run.ranks

@@ -24,7 +24,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl.h
 
 
 @dataclass(frozen=True)
-class Limits:
+class ResourceLimits:
     """Resource limits of one run.
 
     Attributes:
@@ -50,10 +50,10 @@ class Limits:
 class Supervisor:
     """Monitors the processes of one run and their children."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ResourceLimits) -> None:
         self.limits = limits
         self._begin = self._polled = time.monotonic()
-        self._samples: deque[_Sample] = deque()
+        self._samples: deque[_UsageSample] = deque()
 
     def violation(self, pids: Iterable[int]) -> str:
         """Return why the processes must be ended, such as ``hang``; empty if they may continue."""
@@ -68,11 +68,11 @@ class Supervisor:
             return "processor time"
         if len(family) > self.limits.processes:
             return "processes"
-        if self._is_idle(_Sample(now, seconds, any(use.is_ready for use in uses))):
+        if self._is_idle(_UsageSample(now, seconds, any(use.is_ready for use in uses))):
             return "hang"
         return "time" if now - self._begin > self.limits.seconds else ""
 
-    def _is_idle(self, sample: _Sample) -> bool:
+    def _is_idle(self, sample: _UsageSample) -> bool:
         """Return whether the processes have done almost nothing for ``idle_seconds``.
 
         Watchdog threads wake briefly now and then, and a sample may catch one awake. Therefore the CPU time used and
@@ -136,7 +136,7 @@ def end_children() -> None:
 
 
 @dataclass(frozen=True)
-class _Sample:
+class _UsageSample:
     at: float
     processor_seconds: float
     is_ready: bool

@@ -15,7 +15,7 @@ from paceline.data.image.source import ArraySource, JoinedSource, encoded_source
 from paceline.errors import PacelineError, RecipeError
 from paceline.machine import available_cores
 from paceline_data.inspect.findings import (
-    Finding,
+    DataFinding,
     class_figures,
     cost_figures,
     find_all,
@@ -55,7 +55,7 @@ class DataReport:
     root: str | None
     splits: dict[str, dict[str, int]]
     validation: str
-    findings: tuple[Finding, ...]
+    findings: tuple[DataFinding, ...]
     learned: str
     classes: dict[str, Any]
     sizes: dict[str, Any]

@@ -189,7 +189,7 @@ _LOOKS_THE_SAME = 0.95
 
 
 @dataclass(frozen=True)
-class Entry:
+class FindingEntry:
     """A sample, file, class or sentence that a finding refers to.
 
     Attributes:
@@ -206,7 +206,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Finding:
+class DataFinding:
     """A finding.
 
     Attributes:
@@ -217,10 +217,12 @@ class Finding:
 
     kind: Kind
     count: int
-    entries: tuple[Entry, ...]
+    entries: tuple[FindingEntry, ...]
 
 
-def find_all(subject: CheckedData, gathered: SampleFacts, *, workers: int, progress: Progress) -> tuple[Finding, ...]:
+def find_all(
+    subject: CheckedData, gathered: SampleFacts, *, workers: int, progress: Progress
+) -> tuple[DataFinding, ...]:
     """Return all findings, worst first."""
     found = [
         *_of_folder(subject),
@@ -232,17 +234,17 @@ def find_all(subject: CheckedData, gathered: SampleFacts, *, workers: int, progr
     return tuple(sorted(found, key=lambda each: (worst.index(each.kind.severity), order.index(each.kind.name))))
 
 
-def _of_folder(subject: CheckedData) -> Iterator[Finding]:
+def _of_folder(subject: CheckedData) -> Iterator[DataFinding]:
     messages = {"layout": list(subject.problems.sentences()), "unread": list(subject.unread)}
     messages["implausible"] = list(subject.implausible)
     for kind, path, _ in subject.problems.bad:
         messages.setdefault(kind.removesuffix("s"), []).append(path)
     for name, entries in messages.items():
         if entries:
-            yield Finding(KINDS[name], len(entries), tuple(map(Entry, sorted(entries)[:MAX_NAMED])))
+            yield DataFinding(KINDS[name], len(entries), tuple(map(FindingEntry, sorted(entries)[:MAX_NAMED])))
 
 
-def _of_samples(gathered: SampleFacts) -> Iterator[Finding]:
+def _of_samples(gathered: SampleFacts) -> Iterator[DataFinding]:
     for kind in OF_SAMPLES:
         positions = gathered.has(kind.name)
         if kind.name == "grey_among_colour" and len(positions) == len(whole(gathered)):
@@ -252,7 +254,7 @@ def _of_samples(gathered: SampleFacts) -> Iterator[Finding]:
             entries = (
                 _entry(gathered, position, details.get(position, "")) for position in positions[:MAX_NAMED].tolist()
             )
-            yield Finding(kind, len(positions), tuple(entries))
+            yield DataFinding(kind, len(positions), tuple(entries))
 
 
 def whole(gathered: SampleFacts) -> Ids:
@@ -260,13 +262,13 @@ def whole(gathered: SampleFacts) -> Ids:
     return np.flatnonzero((gathered.rows["traits"] & BROKEN) == 0)
 
 
-def _entry(gathered: SampleFacts, position: int, detail: str = "", other: int | None = None) -> Entry:
+def _entry(gathered: SampleFacts, position: int, detail: str = "", other: int | None = None) -> FindingEntry:
     samples = gathered.samples
     number = int(gathered.numbers[position])
     path, other_path = samples.path(number), None if other is None else samples.path(int(gathered.numbers[other]))
     if other_path is not None and (file := _file(path)) and file == _file(other_path):
         detail = "one file, by a link"
-    return Entry(name=path, split=samples.find(number)[0], detail=detail, other=other_path)
+    return FindingEntry(name=path, split=samples.find(number)[0], detail=detail, other=other_path)
 
 
 def _file(path: str) -> tuple[int, int] | None:
@@ -295,7 +297,7 @@ def _links(gathered: SampleFacts, positions: Ids) -> NDArray[np.bool_]:
     return is_link
 
 
-def _of_copies(gathered: SampleFacts, *, workers: int, progress: Progress) -> Iterator[Finding]:
+def _of_copies(gathered: SampleFacts, *, workers: int, progress: Progress) -> Iterator[DataFinding]:
     present = np.zeros(len(gathered.numbers), dtype=bool)
     present[whole(gathered)] = True
     first = first_of(gathered.rows["content"], present)
@@ -317,27 +319,27 @@ def _of_copies(gathered: SampleFacts, *, workers: int, progress: Progress) -> It
     yield from _pairs(gathered, "near_leak", pairs[similarity >= _LOOKS_THE_SAME])
 
 
-def _pairs(gathered: SampleFacts, name: str, pairs: Ids) -> Iterator[Finding]:
+def _pairs(gathered: SampleFacts, name: str, pairs: Ids) -> Iterator[DataFinding]:
     if len(pairs):
         named = pairs[:MAX_NAMED].tolist()
-        yield Finding(KINDS[name], len(pairs), tuple(_entry(gathered, one, other=two) for one, two in named))
+        yield DataFinding(KINDS[name], len(pairs), tuple(_entry(gathered, one, other=two) for one, two in named))
 
 
-def _of_classes(subject: CheckedData) -> Iterator[Finding]:
+def _of_classes(subject: CheckedData) -> Iterator[DataFinding]:
     counts = class_counts(subject)
     train, held_out = counts["train"], counts["validation"]
     classes = subject.dataset.classes[: len(train)]
 
-    def sized(number: int) -> Entry:
+    def sized(number: int) -> FindingEntry:
         count = int(train[number])
-        return Entry(classes[number], detail=f"{count:,} image{'' if count == 1 else 's'}")
+        return FindingEntry(classes[number], detail=f"{count:,} image{'' if count == 1 else 's'}")
 
-    findings = {"imbalance": list[Entry]()}
+    findings = {"imbalance": list[FindingEntry]()}
     if len(train) and train.max() > IMBALANCED * max(int(train.min()), 1):
         findings["imbalance"] = [sized(int(train.argmax())), sized(int(train.argmin()))]
     findings["small_class"] = [sized(each) for each in np.flatnonzero(train < FEW).tolist()]
     lacking = np.flatnonzero(held_out == 0).tolist()
-    findings["no_held_out"] = [Entry(classes[each]) for each in lacking] if held_out.sum() else []
-    findings["listed_names"] = [Entry(name) for name in listed_names(classes)]
-    findings["alike_names"] = [Entry(quoted(two), other=quoted(one)) for one, two in similar_names(classes)]
-    yield from (Finding(KINDS[name], len(entries), tuple(entries)) for name, entries in findings.items() if entries)
+    findings["no_held_out"] = [FindingEntry(classes[each]) for each in lacking] if held_out.sum() else []
+    findings["listed_names"] = [FindingEntry(name) for name in listed_names(classes)]
+    findings["alike_names"] = [FindingEntry(quoted(two), other=quoted(one)) for one, two in similar_names(classes)]
+    yield from (DataFinding(KINDS[name], len(entries), tuple(entries)) for name, entries in findings.items() if entries)

@@ -16,7 +16,7 @@ from pathlib import Path
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.errors import DataError
 from paceline.files import is_folder, visible_entries
-from paceline_data.inspect.findings import Finding
+from paceline_data.inspect.findings import DataFinding
 
 UNDO = "undo.sh"
 _EFFECTIVE = os.access in os.supports_effective_ids  # not everywhere
@@ -82,7 +82,7 @@ def check_place(root: Path, folder: Path) -> None:
         )
 
 
-def move_away(findings: Sequence[Finding], root: Path, folder: Path) -> Quarantine:
+def move_away(findings: Sequence[DataFinding], root: Path, folder: Path) -> Quarantine:
     """Move broken files from ``root`` to ``folder``, keeping their paths relative to ``root``.
 
     For images in two splits, the held-out copies are moved; of a file and a link to it, the link. Without a held-out
@@ -112,7 +112,7 @@ def move_away(findings: Sequence[Finding], root: Path, folder: Path) -> Quaranti
     moves = [(root / path, folder / path) for path in paths]
     _move(moves, folder)
 
-    def is_gone(finding: Finding) -> bool:
+    def is_gone(finding: DataFinding) -> bool:
         names = [Path(entry.name) for entry in finding.entries]
         moved = {path for path, _ in moves}
         return finding.count == len(names) and all(moved.intersection((name, *name.parents)) for name in names)
@@ -125,7 +125,7 @@ def move_away(findings: Sequence[Finding], root: Path, folder: Path) -> Quaranti
     )
 
 
-def _chosen(findings: Sequence[Finding], root: Path, real_root: Path) -> tuple[set[Path], dict[Path, str]]:
+def _chosen(findings: Sequence[DataFinding], root: Path, real_root: Path) -> tuple[set[Path], dict[Path, str]]:
     """Return what to move, relative to the root; and what lies behind a link instead, with the reason."""
     splits = split_folders(root)
     held_out = [Path(splits[split]) for split in (VALIDATION, TEST) if split in splits]

@@ -30,12 +30,12 @@ from paceline.data.image.sets.packed import (
     UNFINISHED,
     Column,
     ColumnType,
-    FileFacts,
     Form,
     LeftOut,
-    Manifest,
     Mode,
     PackedDataset,
+    PackedFile,
+    PackedManifest,
     Shard,
     Split,
     open_packed,
@@ -69,7 +69,9 @@ _NUMBERS: dict[str, ColumnType] = {
 }
 
 
-def _assemble(root: Path, opened: OpenedOrigin, form: Form, shards: Sequence[Shard], *, skip_broken: bool) -> Manifest:
+def _assemble(
+    root: Path, opened: OpenedOrigin, form: Form, shards: Sequence[Shard], *, skip_broken: bool
+) -> PackedManifest:
     """Write the index and ``packed.json``, which completes the packed dataset.
 
     Raises:
@@ -93,7 +95,7 @@ def _assemble(root: Path, opened: OpenedOrigin, form: Form, shards: Sequence[Sha
     rows = _index_arrays(root / INDEX, columns)
     heights, widths = rows["height"], rows["width"]
     is_uniform = bool((heights == heights[0]).all() and (widths == widths[0]).all())
-    manifest = Manifest(
+    manifest = PackedManifest(
         origin=opened.origin,
         form=form,
         classes=opened.classes,
@@ -104,7 +106,7 @@ def _assemble(root: Path, opened: OpenedOrigin, form: Form, shards: Sequence[Sha
         index=index,
         columns=columns,
         shards=tuple(
-            FileFacts(name=shard.file, size=known["size"], sha256=known["sha256"])
+            PackedFile(name=shard.file, size=known["size"], sha256=known["sha256"])
             for shard, known in zip(shards, facts, strict=True)
         ),
     )
@@ -132,7 +134,7 @@ def _index_arrays(path: Path, columns: Mapping[str, Column]) -> dict[str, np.nda
     }
 
 
-def _write_index(root: Path, tables: Sequence[Any], shards: Sequence[Shard]) -> tuple[FileFacts, dict[str, Column]]:
+def _write_index(root: Path, tables: Sequence[Any], shards: Sequence[Shard]) -> tuple[PackedFile, dict[str, Column]]:
     """Write the index of all shards; return its file facts and the position of each column."""
     pa = require_pyarrow()
     counts = [table.num_rows for table in tables]
@@ -145,7 +147,7 @@ def _write_index(root: Path, tables: Sequence[Any], shards: Sequence[Shard]) -> 
             # One record batch, so that each column is contiguous.
             writer.write_table(table, max_chunksize=max(1, table.num_rows))
         file.flush()
-        facts = FileFacts(name=INDEX, size=file.tell(), sha256=file_digest(Path(file.name)))
+        facts = PackedFile(name=INDEX, size=file.tell(), sha256=file_digest(Path(file.name)))
         with pa.memory_map(file.name) as mapped:
             return facts, _places(mapped.read_buffer())
 
@@ -254,7 +256,7 @@ class Request:
     part: Data | None = None
 
 
-def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> tuple[Manifest, int]:
+def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> tuple[PackedManifest, int]:
     """Pack a source, or resume packing it.
 
     Args:
@@ -381,7 +383,7 @@ def _described(request: Request, opened: OpenedOrigin, form: Form) -> str:
     )
 
 
-def _finished(root: Path, opened: OpenedOrigin, form: Form) -> Manifest | None:
+def _finished(root: Path, opened: OpenedOrigin, form: Form) -> PackedManifest | None:
     """Return the destination's manifest, if it matches the request."""
     if not (root / MANIFEST).is_file():
         return None

@@ -156,7 +156,7 @@ class SampleRequest(NamedTuple):
     flip: bool
 
 
-class Graph:
+class DaliGraph:
     """A DALI pipeline for batches of limited size, processed in request order."""
 
     def __init__(self, batch_size: int, *, threads: int, ahead: int, device: torch.device, view: View) -> None:
@@ -346,13 +346,13 @@ class DaliBackend:
         self._view = view
         self._ahead = prefetch
         self._device = torch.device(decode_on)
-        self._new_graph = partial(Graph, threads=threads, ahead=prefetch, device=self._device, view=view)
+        self._new_graph = partial(DaliGraph, threads=threads, ahead=prefetch, device=self._device, view=view)
         # A padded crop precedes the flip, so both are applied to the whole batch.
         self._flips_later = view.augment is not None and view.augment.crop == "pad"
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="dali-reader")
         self._last_read = -1
         self._refused: set[int] = set()  # files that are not sent to DALI again
-        self._graph: Graph | None = None
+        self._graph: DaliGraph | None = None
         self._stream: Generator[Batch, None, None] | None = None
 
     def batches(self, slices: Iterable[SampleSlice]) -> Iterator[Batch]:

@@ -24,7 +24,7 @@ _TREES = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True)
-class Source:
+class ConversionSource:
     """The source of a conversion.
 
     Attributes:
@@ -43,7 +43,7 @@ class Source:
     processes: int | None = None
 
 
-def read_source(words: Sequence[str], scripts: Sequence[str], wrappers: Sequence[str] = ()) -> Source:
+def read_source(words: Sequence[str], scripts: Sequence[str], wrappers: Sequence[str] = ()) -> ConversionSource:
     """Read a file of arguments, a file that holds a command, or a command's words.
 
     Args:
@@ -60,7 +60,7 @@ def read_source(words: Sequence[str], scripts: Sequence[str], wrappers: Sequence
         if os.path.isfile(path):  # a command may be longer than the longest path
             try:
                 tree = read_yaml(path)
-                return Source(path.name, tree=tree, processes=_count(tree.get("world_size")))
+                return ConversionSource(path.name, tree=tree, processes=_count(tree.get("world_size")))
             except RecipeError:
                 if path.suffix in _TREES:
                     raise
@@ -103,7 +103,7 @@ def _place(words: Sequence[str], programs: Sequence[str]) -> int | None:
     return next((at for at, word in enumerate(words) if Path(word).name in programs), None)
 
 
-def _command(words: list[str], scripts: Sequence[str], wrappers: Sequence[str]) -> Source:
+def _command(words: list[str], scripts: Sequence[str], wrappers: Sequence[str]) -> ConversionSource:
     programs = (*scripts, *wrappers)
     at = _place(words, programs)
     # Output redirections, and commands after it, are not part of the training command.
@@ -119,15 +119,15 @@ def _command(words: list[str], scripts: Sequence[str], wrappers: Sequence[str]) 
                 value=found,
                 rule="a file or a command",
             )
-        return Source(_title(words[:end]), scripts[0], tuple(words[:end]), processes=1)
+        return ConversionSource(_title(words[:end]), scripts[0], tuple(words[:end]), processes=1)
     name, title, after = Path(words[at]).name, _title(words[at:end]), words[at + 1 : end]
     if name in scripts:
-        return Source(title, name, tuple(after), processes=_processes(words[:at]))
+        return ConversionSource(title, name, tuple(after), processes=_processes(words[:at]))
     count = _count(after[0] if after else None)
     if count is None:
         message = f"{name} is followed by a number of processes, as in `{name} 4 --model resnet50`."
         raise RecipeError(message, key=name, rule="a number of processes")
-    return Source(title, scripts[0], tuple(after[1:]), processes=count)
+    return ConversionSource(title, scripts[0], tuple(after[1:]), processes=count)
 
 
 def _title(words: Sequence[str]) -> str:

@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 from paceline.errors import RecipeError
 from paceline.plain_yaml import yaml_line
 from paceline.recipe.load import stored_recipe
-from paceline_ops.imports.command import Source
-from paceline_ops.imports.table import NONE, Option, Table
+from paceline_ops.imports.command import ConversionSource
+from paceline_ops.imports.table import NONE, Option, OptionTable
 
 Outcome = Literal["mapped", "listed", "refused"]
 """`mapped`: recipe keys say the same. `listed`: no effect here. `refused`: unsupported, and would change the result."""
@@ -21,7 +21,7 @@ _FIRST = ("seed", "model.name", "data.dataset", "data.path", "optimizer.name", "
 
 
 @dataclass(frozen=True)
-class Entry:
+class ConvertedOption:
     """A given option and its conversion."""
 
     option: str
@@ -52,7 +52,12 @@ class Conversion:
     """
 
     def __init__(
-        self, table: Table, source: Source, given: Mapping[str, Any], skipped: Iterable[str], processes: int | None
+        self,
+        table: OptionTable,
+        source: ConversionSource,
+        given: Mapping[str, Any],
+        skipped: Iterable[str],
+        processes: int | None,
     ) -> None:
         count = processes or source.processes
         self.title, self.processes, self.notices = source.title, count or 1, list[str]()
@@ -196,10 +201,11 @@ class Conversion:
         return tree
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[ConvertedOption, ...]:
         """Return every given option, once."""
         return tuple(
-            Entry(self._options[key].display_name, self[key], *self._fate(self._options[key])) for key in self.given
+            ConvertedOption(self._options[key].display_name, self[key], *self._fate(self._options[key]))
+            for key in self.given
         )
 
     def _fate(self, option: Option) -> tuple[Outcome, str]:
@@ -215,7 +221,7 @@ class Conversion:
         return "listed", f"no effect: {unused}" if unused else "no effect with the others"
 
     @property
-    def refused(self) -> tuple[Entry, ...]:
+    def refused(self) -> tuple[ConvertedOption, ...]:
         """Return the unsupported options that would change the result."""
         return tuple(each for each in self.entries if each.outcome == "refused")
 

@@ -15,13 +15,13 @@ import yaml
 
 from paceline.errors import RecipeError, did_you_mean
 from paceline.units import counted
-from paceline_ops.imports.command import Source, read_source
+from paceline_ops.imports.command import ConversionSource, read_source
 from paceline_ops.imports.draft import Conversion
-from paceline_ops.imports.table import Table
+from paceline_ops.imports.table import OptionTable
 
 _PRESET_KEYS = ("model", "platform", "precision", "mode")
-MAIN = Table("NVIDIA's main.py", "nvidia.yaml", excluded=("cfg_file", *_PRESET_KEYS))
-LAUNCH = Table("NVIDIA's launch.py", "nvidia.yaml")
+MAIN = OptionTable("NVIDIA's main.py", "nvidia.yaml", excluded=("cfg_file", *_PRESET_KEYS))
+LAUNCH = OptionTable("NVIDIA's launch.py", "nvidia.yaml")
 PRESETS = yaml.safe_load(Path(__file__).with_name("nvidia_presets.yaml").read_text(encoding="utf-8"))
 _OF_PLATFORM = ("workers", "prefetch", "gpu_affinity", "save_checkpoints")
 _OTHER_SCRIPTS = {
@@ -32,7 +32,7 @@ _PADDING = 32  # pixels cropped by evaluation
 _DECAY_EPOCHS = (30, 60, 80)  # epochs between steps of main.py's `step` schedule
 
 
-def read_nvidia(words: Sequence[str]) -> tuple[Source, Table, dict[str, Any]]:
+def read_nvidia(words: Sequence[str]) -> tuple[ConversionSource, OptionTable, dict[str, Any]]:
     """Read what the user gave: a file with a command, or a command.
 
     Returns:
@@ -88,7 +88,12 @@ def _named(option: str, name: str, presets: Mapping[str, Any]) -> Any:
 
 
 def convert_nvidia(
-    source: Source, table: Table, given: Mapping[str, Any], *, processes: int | None, skipped: Iterable[str]
+    source: ConversionSource,
+    table: OptionTable,
+    given: Mapping[str, Any],
+    *,
+    processes: int | None,
+    skipped: Iterable[str],
 ) -> Conversion:
     """Convert the options to a recipe.
 

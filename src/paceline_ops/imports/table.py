@@ -133,7 +133,7 @@ class _Parser(argparse.ArgumentParser):
         raise RecipeError(f"{self.prog}: {message.removeprefix('argument ')}.", key=key)
 
 
-class Table:
+class OptionTable:
     """The options of a program.
 
     Args:

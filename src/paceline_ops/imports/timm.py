@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.units import counted
-from paceline_ops.imports.command import Source, read_source
+from paceline_ops.imports.command import ConversionSource, read_source
 from paceline_ops.imports.draft import Conversion
-from paceline_ops.imports.table import Table, read_yaml
+from paceline_ops.imports.table import OptionTable, read_yaml
 
-TIMM = Table("timm's train.py", "timm.yaml")
+TIMM = OptionTable("timm's train.py", "timm.yaml")
 # Entries of args.yaml files other than options: values that train.py derived and stored there.
 WRITTEN_BESIDE = ("distributed", "world_size", "rank", "prefetcher", "gpu", "opt_args", "local-rank", "cuda")
 _INTERPOLATIONS = ("bilinear", "bicubic")
@@ -55,7 +55,7 @@ class InputSettings:
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
 
 
-def read_timm(words: Sequence[str]) -> tuple[Source, dict[str, Any]]:
+def read_timm(words: Sequence[str]) -> tuple[ConversionSource, dict[str, Any]]:
     """Read what the user gave: a file of arguments, a file with a command, or a command.
 
     Raises:
@@ -71,7 +71,7 @@ def read_timm(words: Sequence[str]) -> tuple[Source, dict[str, Any]]:
 
 
 def convert_timm(
-    source: Source,
+    source: ConversionSource,
     given: Mapping[str, Any],
     settings: InputSettings,
     *,

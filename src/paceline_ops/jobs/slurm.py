@@ -27,7 +27,7 @@ _EARLY_SIGNAL_SECONDS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class JobResources:
     """Resources that a job requests.
 
     Attributes:
@@ -71,7 +71,7 @@ class Job:
     """
 
     name: str
-    shape: Shape
+    shape: JobResources
     python: str
     arguments: Sequence[str]
     runs: Sequence[Sequence[str]]
@@ -104,7 +104,7 @@ def time_limit_seconds(text: str) -> float | None:
     return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def check_time(shape: Shape) -> None:
+def check_time(shape: JobResources) -> None:
     """Refuse a time limit that leaves no time to train: the job would be requeued forever.
 
     Raises:

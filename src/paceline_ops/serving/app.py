@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.pages.page import script_digest
 from paceline.prediction.predictor import Answer
-from paceline_ops.serving.service import Limits, Service, busy
+from paceline_ops.serving.service import Service, ServiceLimits, busy
 
 LARGEST_TOP_K = 1000
 _FIELD = "images"
@@ -215,7 +215,7 @@ class _Form(MultiPartParser):
         self.is_complete = True
 
 
-async def _uploads(request: Request, limits: Limits) -> list[tuple[str, bytes]]:
+async def _uploads(request: Request, limits: ServiceLimits) -> list[tuple[str, bytes]]:
     """Return the name and content of each image in a request.
 
     Raises:

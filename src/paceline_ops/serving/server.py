@@ -23,7 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from paceline.errors import NotFiniteError, PacelineError
 from paceline.prediction.predictor import Predictor
 from paceline_ops.serving.app import SiteCheck, make_app
-from paceline_ops.serving.service import Limits, Metrics, Service
+from paceline_ops.serving.service import Metrics, Service, ServiceLimits
 
 _CONNECTIONS = 512
 _IDLE_SECONDS = 15
@@ -32,7 +32,7 @@ _LAST_SECONDS, _STOP_SECONDS = 6, 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Address:
+class ListeningAddress:
     """The service's listening address.
 
     Attributes:
@@ -48,7 +48,7 @@ class Address:
     sites: SiteCheck
 
 
-def bind(host: str, port: int, allowed: Sequence[str] = ()) -> Address:
+def bind(host: str, port: int, allowed: Sequence[str] = ()) -> ListeningAddress:
     """Bind an address to listen on.
 
     Args:
@@ -75,14 +75,16 @@ def bind(host: str, port: int, allowed: Sequence[str] = ()) -> Address:
     shown = f"[{host}]" if ":" in host else host
     loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
     names = ("localhost", host, *allowed) if loopback or allowed else None
-    return Address(socket=bound, url=f"http://{shown}:{number}", is_loopback=loopback, sites=SiteCheck(names, allowed))
+    return ListeningAddress(
+        socket=bound, url=f"http://{shown}:{number}", is_loopback=loopback, sites=SiteCheck(names, allowed)
+    )
 
 
 def serve(
     predictor: Predictor,
     target: Path,
-    address: Address,
-    limits: Limits,
+    address: ListeningAddress,
+    limits: ServiceLimits,
     *,
     say: Callable[[str], None],
     ready: Callable[[], None],

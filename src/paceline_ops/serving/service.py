@@ -58,7 +58,7 @@ class Metrics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ServiceLimits:
     """The service's limits.
 
     Attributes:
@@ -95,7 +95,7 @@ class Service:
         metrics: Counters.
     """
 
-    def __init__(self, predictor: Predictor, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, predictor: Predictor, limits: ServiceLimits, metrics: Metrics) -> None:
         self.predictor = predictor
         self.limits = limits
         self.metrics = metrics

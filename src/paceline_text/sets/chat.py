@@ -14,7 +14,7 @@ from paceline.files import SkippedItems
 from paceline.recipe.data import Data
 from paceline_text.corpus import StoredCorpus, TextDataset, stored
 from paceline_text.sets.documents import ASSUMED
-from paceline_text.tables import Row, read_table
+from paceline_text.tables import NamedRow, read_table
 from paceline_text.tokenizer import HuggingFaceTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 
 BoolArray = NDArray[np.bool_]
@@ -88,7 +88,7 @@ def _columns(columns: Sequence[str], _: Mapping[str, Any], where: str) -> Sequen
     )
 
 
-def _encoded(row: Row, tokenizer: Tokenizer) -> tuple[TokenIds, BoolArray]:
+def _encoded(row: NamedRow, tokenizer: Tokenizer) -> tuple[TokenIds, BoolArray]:
     """Return a row's tokens, and whether each belongs to an answer."""
     if len(row.cells) == 1:
         return _encoded_chat(row, tokenizer)
@@ -101,7 +101,7 @@ def _encoded(row: Row, tokenizer: Tokenizer) -> tuple[TokenIds, BoolArray]:
     return np.concatenate([before, after]), np.arange(len(before) + len(after)) >= len(before)
 
 
-def _encoded_chat(row: Row, tokenizer: Tokenizer) -> tuple[TokenIds, BoolArray]:
+def _encoded_chat(row: NamedRow, tokenizer: Tokenizer) -> tuple[TokenIds, BoolArray]:
     (messages,) = row.cells
     is_chat = isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages)
     if not (is_chat and all("role" in each for each in messages)):

@@ -29,7 +29,7 @@ from paceline.files import (
     visible_entries,
 )
 from paceline.plain_text import utf8
-from paceline.recipe.data import Data, Text
+from paceline.recipe.data import Data, TextSection
 from paceline_text.corpus import (
     MANIFEST,
     Documents,
@@ -281,7 +281,7 @@ def open_packed(data: Data) -> TextDataset:
             "data.dataset=tokens needs data.path: a folder that `paceline pack --text` wrote.",
             key="data.path",
         )
-    if data.text.tokenizer != Text().tokenizer:
+    if data.text.tokenizer != TextSection().tokenizer:
         raise DataError(
             f"data.text.tokenizer={data.text.tokenizer} has no effect with data.dataset=tokens, which has its own; "
             "leave it out.",

@@ -30,7 +30,7 @@ from paceline_text.corpus import (
     stored,
 )
 from paceline_text.sets.documents import python_documentation
-from paceline_text.tables import ENDINGS, Row, TextTable, read_table
+from paceline_text.tables import ENDINGS, NamedRow, TextTable, read_table
 from paceline_text.tokenizer import TokenIds, Tokenizer, open_tokenizer, text_digest
 
 # Topics of `help()` by what they explain.
@@ -188,7 +188,7 @@ def _copies(
     ]
 
 
-def _encode_text(row: Row, tokenizer: Tokenizer, context: int, left_out: SkippedItems) -> Encoded | None:
+def _encode_text(row: NamedRow, tokenizer: Tokenizer, context: int, left_out: SkippedItems) -> Encoded | None:
     text, value = row.cells
     if not isinstance(text, str | None):
         raise DataError(f"{row.name} has the text {text!r:.80}; name a column of text (data.text.column).")
@@ -200,7 +200,7 @@ def _encode_text(row: Row, tokenizer: Tokenizer, context: int, left_out: Skipped
     return ids, [value.strip() if isinstance(value, str) else value], np.zeros(1, dtype=np.int64), []
 
 
-def _encode_words(row: Row, tokenizer: Tokenizer, context: int, left_out: SkippedItems) -> Encoded | None:
+def _encode_words(row: NamedRow, tokenizer: Tokenizer, context: int, left_out: SkippedItems) -> Encoded | None:
     try:  # in CSV, cells are JSON lists
         words, tags = (load_json(cell) if isinstance(cell, str) else cell for cell in row.cells)
     except ValueError:
@@ -261,7 +261,7 @@ def open_table(data: Data, *, per_word: bool = False) -> LabelledTexts:
 
     left_out = SkippedItems()
     # Tagged words of a text have several classes.
-    split: Callable[[list[Row], float], Split[Row]] = partial(split_by_class, label=lambda row: row.cells[1])
+    split: Callable[[list[NamedRow], float], Split[NamedRow]] = partial(split_by_class, label=lambda row: row.cells[1])
     split = split_by_name if per_word else split
     table = read_table(data, choose, left_out, split)
     train, held_out = ([row.cells[1] for row in rows] for rows in (table.train, table.held_out))
@@ -279,7 +279,7 @@ def open_table(data: Data, *, per_word: bool = False) -> LabelledTexts:
 def open_docs(data: Data) -> LabelledTexts:
     """Return paragraphs of Python's documentation, each with the kind of its topic; of equal ones the first."""
     kinds = {topic: kind for kind, topics in _KINDS.items() for topic in topics.split()}
-    rows: dict[str, Row] = {}
+    rows: dict[str, NamedRow] = {}
     left_out = SkippedItems()
     for topic, text in python_documentation():
         if topic not in kinds:
@@ -288,6 +288,6 @@ def open_docs(data: Data) -> LabelledTexts:
         for number, paragraph in enumerate(text.split("\n\n")):
             words = " ".join(paragraph.split())
             if words.count(" ") + 1 >= _FEWEST_WORDS:
-                rows.setdefault(words, Row(f"{topic}, paragraph {number}", (words, kinds[topic])))
+                rows.setdefault(words, NamedRow(f"{topic}, paragraph {number}", (words, kinds[topic])))
     train, held_out = split_by_name(list(rows.values()), data.validation_fraction)
     return from_rows(data, TextTable(train, held_out, None, {}), left_out)

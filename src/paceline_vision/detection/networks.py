@@ -34,7 +34,7 @@ from paceline.models.factories import (
     unknown_model,
 )
 from paceline.recipe.data import Boxes
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline.references import is_reference
 from paceline.storage.hub import limited_waits
 
@@ -196,7 +196,7 @@ _WHOLE = 512  # in pixels, a multiple of every pyramid level's stride
 
 
 @without_compiler()
-def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module:
+def build_detector(model: ModelSection, boxes: Boxes, *, num_classes: int) -> nn.Module:
     """Build the recipe's detector.
 
     Args:
@@ -261,7 +261,7 @@ def _published() -> list[str]:
     return [name for name in list_models(module=detection) if name.startswith(_FAMILIES)]
 
 
-def build_published(model: Model, classes: int) -> nn.Module:
+def build_published(model: ModelSection, classes: int) -> nn.Module:
     """Build one of torchvision's networks; ``model.pretrained`` loads ImageNet weights into its backbone.
 
     Raises:
@@ -290,7 +290,7 @@ def build_published(model: Model, classes: int) -> nn.Module:
     return network
 
 
-def _refuse_unknown(model: Model, network: nn.Module) -> None:
+def _refuse_unknown(model: ModelSection, network: nn.Module) -> None:
     """Reject unknown options: torchvision's classes pass them on and then ignore them."""
     if is_reference(model.name):
         return

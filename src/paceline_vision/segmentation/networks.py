@@ -14,7 +14,7 @@ from torch.nn import functional
 from paceline.errors import ModelError
 from paceline.loading import without_compiler
 from paceline.models.factories import TORCHVISION, call_factory, check_options, named_factory, unknown_model
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline_vision.detection.networks import build_published
 
 _MOST_STAGES, _WIDEST = 8, 16_384
@@ -92,7 +92,7 @@ def _published() -> list[str]:
 
 
 @without_compiler()
-def build_segmenter(model: Model, *, num_classes: int, in_channels: int = 3) -> nn.Module:
+def build_segmenter(model: ModelSection, *, num_classes: int, in_channels: int = 3) -> nn.Module:
     """Build the recipe's network.
 
     Raises:

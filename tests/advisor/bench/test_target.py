@@ -10,19 +10,19 @@ import pytest
 
 from paceline.errors import RecipeError
 from paceline.recipe.load import load_recipe
-from paceline_advisor.bench.target import Target, TargetRun, follow, summarise_runs, write_dawnbench
+from paceline_advisor.bench.target import MetricTarget, TargetRun, follow, summarise_runs, write_dawnbench
 
 
 def test_targets_are_read() -> None:
-    assert Target.parse("top1_accuracy=94") == Target("top1_accuracy", 94.0)
-    assert Target.parse(" loss=1e-2 ") == Target("loss", 0.01)
+    assert MetricTarget.parse("top1_accuracy=94") == MetricTarget("top1_accuracy", 94.0)
+    assert MetricTarget.parse(" loss=1e-2 ") == MetricTarget("loss", 0.01)
     for wrong in ("94", "top1_accuracy", "top1_accuracy=", "=94", "top1_accuracy=high", "top1_accuracy=1e", "a=1=2"):
         with pytest.raises(RecipeError, match="METRIC=VALUE"):
-            Target.parse(wrong)
+            MetricTarget.parse(wrong)
 
 
 def test_more_is_better_but_for_losses() -> None:
-    accuracy, loss = Target("top1_accuracy", 94.0), Target("loss", 0.5, less_is_better=True)
+    accuracy, loss = MetricTarget("top1_accuracy", 94.0), MetricTarget("loss", 0.5, less_is_better=True)
     assert [accuracy.is_met(value) for value in (93.99, 94.0, 95.0)] == [False, True, True]
     assert [loss.is_met(value) for value in (0.51, 0.5, 0.1)] == [False, True, True]
     assert not accuracy.is_met(math.nan)
@@ -30,9 +30,9 @@ def test_more_is_better_but_for_losses() -> None:
 
 def test_the_task_says_which_metrics_there_are_and_which_way_they_go() -> None:
     recipe = load_recipe("digits").recipe
-    assert not Target("top1_accuracy", 94.0).of(recipe).less_is_better
-    assert not Target("top5_accuracy", 94.0).of(recipe).less_is_better
-    assert Target("loss", 0.5).of(recipe).less_is_better
+    assert not MetricTarget("top1_accuracy", 94.0).of(recipe).less_is_better
+    assert not MetricTarget("top5_accuracy", 94.0).of(recipe).less_is_better
+    assert MetricTarget("loss", 0.5).of(recipe).less_is_better
     # As evaluate.metric knows them, of the same data: of ten classes five make sense, and seven were not asked for.
     for name in ("accuracy", "top7_accuracy"):
         message = (
@@ -40,14 +40,14 @@ def test_the_task_says_which_metrics_there_are_and_which_way_they_go() -> None:
             rf"top5_accuracy\."
         )
         with pytest.raises(RecipeError, match=message):
-            Target(name, 94.0).of(recipe)
+            MetricTarget(name, 94.0).of(recipe)
 
 
 def test_a_percentage_that_cannot_be_is_refused() -> None:
     recipe = load_recipe("digits").recipe
-    assert Target.parse("top1_accuracy=100").of(recipe).value == 100
+    assert MetricTarget.parse("top1_accuracy=100").of(recipe).value == 100
     with pytest.raises(RecipeError, match=r"top1_accuracy is in percent; give 0 to 100\."):
-        Target.parse("top1_accuracy=200").of(recipe)
+        MetricTarget.parse("top1_accuracy=200").of(recipe)
 
 
 def test_a_metric_that_came_to_no_number_is_not_there_yet(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_metric_that_came_to_no_number_is_not_there_yet(tmp_path: Path) -> Non
         for which, loss in zip(("raw", "ema"), pair, strict=True)
     ]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    target = Target("loss", 0.5, less_is_better=True)
+    target = MetricTarget("loss", 0.5, less_is_better=True)
     found = TargetRun(seed=0)
     follow(found, tmp_path, target)
     assert found.reached
@@ -70,7 +70,7 @@ def test_a_metric_that_came_to_no_number_is_not_there_yet(tmp_path: Path) -> Non
     assert len(table.read_text().splitlines()) == 5
 
 
-TARGET = Target("top1_accuracy", 94.0)
+TARGET = MetricTarget("top1_accuracy", 94.0)
 
 
 def run(seconds: float, *, reached: bool, trouble: str = "") -> TargetRun:

@@ -7,7 +7,14 @@ import random
 
 import pytest
 
-from paceline_advisor.memory.allocator import MIB, CachingAllocator, DoesNotFitError, Settings, rounded, segment_size
+from paceline_advisor.memory.allocator import (
+    MIB,
+    AllocatorSettings,
+    CachingAllocator,
+    DoesNotFitError,
+    rounded,
+    segment_size,
+)
 
 
 @pytest.mark.parametrize(("requested", "given"), [(0, 0), (1, 512), (512, 512), (513, 1024), (4 * 9600, 38400)])
@@ -89,7 +96,7 @@ def test_a_full_device_gives_back_whole_segments_before_it_refuses() -> None:
 
 
 def test_expandable_segments_leave_no_gaps_between_sizes() -> None:
-    rigid, expandable = CachingAllocator(), CachingAllocator(settings=Settings(expandable=True))
+    rigid, expandable = CachingAllocator(), CachingAllocator(settings=AllocatorSettings(expandable=True))
     for allocator in (rigid, expandable):
         for size in (30, 34, 38, 42):  # each larger than what was freed before
             allocator.free(allocator.allocate(size * MIB))
@@ -100,7 +107,7 @@ def test_expandable_segments_leave_no_gaps_between_sizes() -> None:
 @pytest.mark.parametrize("expandable", [False, True])
 def test_whatever_happens_the_books_balance(expandable: bool) -> None:
     draw = random.Random(0)
-    allocator, stack = CachingAllocator(settings=Settings(expandable=expandable)), []
+    allocator, stack = CachingAllocator(settings=AllocatorSettings(expandable=expandable)), []
     for _ in range(3000):
         if stack and draw.random() < 0.48:
             allocator.free(stack.pop(draw.randrange(len(stack))))
@@ -115,7 +122,7 @@ def test_whatever_happens_the_books_balance(expandable: bool) -> None:
 
 
 def test_large_blocks_are_not_split_where_that_is_asked_for() -> None:
-    plain, requested = CachingAllocator(), CachingAllocator(settings=Settings(max_split=64 * MIB))
+    plain, requested = CachingAllocator(), CachingAllocator(settings=AllocatorSettings(max_split=64 * MIB))
     for allocator in (plain, requested):
         allocator.free(allocator.allocate(200 * MIB))
         allocator.allocate(30 * MIB)
@@ -133,12 +140,12 @@ def test_large_blocks_are_not_split_where_that_is_asked_for() -> None:
 )
 def test_requests_are_rounded_up_to_parts_of_powers_of_two_where_that_is_asked_for(size: int, given: int) -> None:
     """PyTorch's own example: 1200 with 4 divisions of 1024 to 2048 would be 1280; below 4 x 512 it stays at 512s."""
-    assert Settings(divisions=(4,) * 16).rounded(size) == given
-    assert Settings().rounded(size) == rounded(size)
+    assert AllocatorSettings(divisions=(4,) * 16).rounded(size) == given
+    assert AllocatorSettings().rounded(size) == rounded(size)
 
 
 def test_intervals_may_be_rounded_otherwise() -> None:
-    requested = Settings(divisions=(0, 0, 0, 0, 0, 2, *[0] * 10))
+    requested = AllocatorSettings(divisions=(0, 0, 0, 0, 0, 2, *[0] * 10))
     assert requested.rounded(33 * MIB) == 48 * MIB
     assert requested.rounded(65 * MIB) == 65 * MIB
     assert requested.rounded(17 * MIB) == 17 * MIB

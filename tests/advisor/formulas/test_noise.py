@@ -9,8 +9,8 @@ import pytest
 
 from paceline.metrics.gradient_noise import (
     ORDER_OF_MAGNITUDE,
-    Estimate,
     NoiseAverages,
+    NoiseEstimate,
     critical_range,
     estimate,
     linear_rate_excess,
@@ -64,14 +64,14 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
 
 def test_a_gradient_that_may_be_zero_bounds_nothing_above() -> None:
     draws = np.random.default_rng(1)
-    averages = NoiseAverages.of(Estimate(2.0 + 0.1 * x, 0.15 + y) for x, y in draws.normal(0, 1, (50, 2)))
+    averages = NoiseAverages.of(NoiseEstimate(2.0 + 0.1 * x, 0.15 + y) for x, y in draws.normal(0, 1, (50, 2)))
     found = averages.noise_scale()
     assert found is not None
     assert math.isinf(found.high)
     assert 0 < found.low < found.middle
-    assert NoiseAverages.of([Estimate(1.0, -1.0)]).noise_scale() is None
+    assert NoiseAverages.of([NoiseEstimate(1.0, -1.0)]).noise_scale() is None
     assert NoiseAverages().noise_scale() is None
-    once = NoiseAverages.of([Estimate(4.0, 2.0)]).noise_scale()
+    once = NoiseAverages.of([NoiseEstimate(4.0, 2.0)]).noise_scale()
     assert once is not None
     assert (once.middle, once.low, once.high) == (2.0, 0.0, math.inf)
 
@@ -79,10 +79,10 @@ def test_a_gradient_that_may_be_zero_bounds_nothing_above() -> None:
 def test_old_estimates_count_for_less() -> None:
     averages = NoiseAverages(half_life=10)
     for _ in range(1000):
-        averages.add(Estimate(1.0, 1.0))
+        averages.add(NoiseEstimate(1.0, 1.0))
     assert averages.mean_variance == pytest.approx(1)
     for _ in range(10):
-        averages.add(Estimate(3.0, 1.0))
+        averages.add(NoiseEstimate(3.0, 1.0))
     assert averages.mean_variance == pytest.approx(2)
     assert averages.count == pytest.approx(2 * 10 / math.log(2), rel=0.01)
 
@@ -90,8 +90,8 @@ def test_old_estimates_count_for_less() -> None:
 def test_averages_go_on_from_what_was_saved() -> None:
     one, other = NoiseAverages(half_life=7), NoiseAverages(half_life=7)
     for number in range(20):
-        one.add(Estimate(number, 1 / (1 + number)))
-        other.add(Estimate(number, 1 / (1 + number)))
+        one.add(NoiseEstimate(number, 1 / (1 + number)))
+        other.add(NoiseEstimate(number, 1 / (1 + number)))
         restored = NoiseAverages(half_life=7)
         restored.load(other.to_json())
         other = restored

@@ -24,7 +24,7 @@ from paceline_advisor.landscape.measures import (
     surface,
     top_eigenvalue,
 )
-from paceline_advisor.landscape.study import Line
+from paceline_advisor.landscape.study import WeightInterpolation
 
 Bowls = Callable[..., LossSurface]
 AT = torch.tensor([1.0, -2.0, 0.5, 0.3, 2.0, -1.0])
@@ -198,7 +198,7 @@ def test_a_barrier_with_a_point_that_is_no_number_is_not_known() -> None:
     assert math.isnan(loss_barrier([0, 0.5, 1], [1, math.nan, 1]))
     assert loss_barrier([-0.5, 0, 0.5, 1], [math.nan, 1, 3, 1]) == 2
     assert loss_barrier([0, 0.5, 1], [1, math.inf, 1]) == math.inf
-    assert Line(curves={}, barrier={"train": 0.5, "validation": math.nan}).in_words() == (
+    assert WeightInterpolation(curves={}, barrier={"train": 0.5, "validation": math.nan}).in_words() == (
         "the loss rises above the line between the two by 0.5 (train); how far it rises is not known for validation: "
         "the loss is not finite somewhere on the path"
     )

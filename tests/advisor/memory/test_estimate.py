@@ -16,7 +16,7 @@ from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
-from paceline_advisor.memory.job import Job, peak_of
+from paceline_advisor.memory.job import SimulatedRun, peak_of
 from paceline_advisor.memory.trace import FIRST, STEP, trace_step, trace_steps
 from paceline_advisor.memory.variants import accumulated
 
@@ -98,7 +98,7 @@ def test_sizes_between_two_are_what_a_step_of_that_size_does() -> None:
 def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
     recipe = load_recipe("synthetic", {"model.name": "small_resnet", "data.image_size": 32, "batch.global_size": 64})
     with fake_step(recipe.recipe, machine=H100) as step:
-        job = Job(step, trace_steps(step), H100, shards=8)
+        job = SimulatedRun(step, trace_steps(step), H100, shards=8)
     for memory in (800 * 2**20, 3 * 2**30):
         most = job.largest(memory)
         assert most > 0
@@ -128,7 +128,7 @@ def test_what_is_needed_at_least_is_what_fits() -> None:
     """One more MiB or less of a device decides, and not what the allocator would take if it could."""
     recipe = load_recipe("synthetic", {"model.name": "small_resnet", "data.image_size": 32, "batch.global_size": 64})
     with fake_step(recipe.recipe, machine=H100) as step:
-        job = Job(step, trace_steps(step), H100, shards=8)
+        job = SimulatedRun(step, trace_steps(step), H100, shards=8)
     used = job.needed(64)
     least = job.least(64)
     assert job.peak(64).allocated + job.outside <= least <= used

@@ -17,7 +17,7 @@ from paceline.errors import TrainingError
 from paceline.recipe.load import load_recipe
 from paceline.telemetry.clock import peak_private_of, peak_resident_of, private_bytes
 from paceline_advisor.commands import FindBatch
-from paceline_advisor.memory.find_batch import Trial, TrialRunner, find_batch, shortened
+from paceline_advisor.memory.find_batch import SizeTrial, TrialRunner, find_batch, shortened
 from paceline_advisor.memory.variants import outside
 
 MIB = 2**20
@@ -125,6 +125,6 @@ def test_the_peak_of_a_process_is_read() -> None:
 
 def test_a_size_is_tried_once() -> None:
     requested = trial_runner(None)
-    requested.trials.append(Trial(micro_batch=7, fits=True, peak=1, why="", seconds=0.0))
+    requested.trials.append(SizeTrial(micro_batch=7, fits=True, peak=1, why="", seconds=0.0))
     assert requested.fits(7)
     assert len(requested.trials) == 1

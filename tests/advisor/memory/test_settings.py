@@ -5,32 +5,32 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import RecipeError
-from paceline_advisor.memory.allocator import MIB, Settings
+from paceline_advisor.memory.allocator import MIB, AllocatorSettings
 from paceline_advisor.memory.job import allocator_settings
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("", Settings()),
-        ("expandable_segments:True", Settings(expandable=True)),
-        ("max_split_size_mb:128, expandable_segments:False", Settings(max_split=128 * MIB)),
-        ("roundup_power2_divisions:4", Settings(divisions=(4,) * 16)),
+        ("", AllocatorSettings()),
+        ("expandable_segments:True", AllocatorSettings(expandable=True)),
+        ("max_split_size_mb:128, expandable_segments:False", AllocatorSettings(max_split=128 * MIB)),
+        ("roundup_power2_divisions:4", AllocatorSettings(divisions=(4,) * 16)),
         (
             "roundup_power2_divisions:[1:8,4:2,>:1],max_split_size_mb:64",
-            Settings(max_split=64 * MIB, divisions=(8, 0, 2, *[1] * 13)),
+            AllocatorSettings(max_split=64 * MIB, divisions=(8, 0, 2, *[1] * 13)),
         ),
-        ("pinned_use_cuda_host_register:True,release_lock_on_cudamalloc:True,backend:native", Settings()),
+        ("pinned_use_cuda_host_register:True,release_lock_on_cudamalloc:True,backend:native", AllocatorSettings()),
     ],
 )
-def test_settings_are_read_as_pytorch_reads_them(text: str, found: Settings) -> None:
+def test_settings_are_read_as_pytorch_reads_them(text: str, found: AllocatorSettings) -> None:
     assert allocator_settings({"PYTORCH_CUDA_ALLOC_CONF": text}) == (found, ())
     assert allocator_settings({"PYTORCH_ALLOC_CONF": text}) == (found, ())
 
 
 def test_the_newer_name_is_heard_and_the_option_too() -> None:
     both = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:32", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
-    assert allocator_settings(both, expandable=True)[0] == Settings(expandable=True, max_split=32 * MIB)
+    assert allocator_settings(both, expandable=True)[0] == AllocatorSettings(expandable=True, max_split=32 * MIB)
 
 
 @pytest.mark.parametrize(

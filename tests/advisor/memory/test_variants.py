@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paceline_advisor.memory.allocations import COPIES, ROOM, Allocation
-from paceline_advisor.memory.allocator import MIB, Settings
+from paceline_advisor.memory.allocator import MIB, AllocatorSettings
 from paceline_advisor.memory.job import fits, peak_of
 from paceline_advisor.memory.trace import EVALUATION, FIRST, REHEARSAL, START, STEP, Steps, StepTrace
 from paceline_advisor.memory.variants import (
@@ -193,8 +193,8 @@ def test_what_comes_before_a_part_or_an_update_goes_at_once() -> None:
 
 def test_an_allocator_that_is_set_otherwise_is_played_so() -> None:
     odd = StepTrace(micro_batch=1, allocations=(Allocation(33 * MIB, "weights"),), parts={START: (0,)})
-    assert peak_of(odd, caching=True, allocator=Settings(divisions=(2,) * 16)).allocated == 48 * MIB
-    assert not fits(odd, 40 * MIB, caching=True, allocator=Settings(divisions=(2,) * 16))
+    assert peak_of(odd, caching=True, allocator=AllocatorSettings(divisions=(2,) * 16)).allocated == 48 * MIB
+    assert not fits(odd, 40 * MIB, caching=True, allocator=AllocatorSettings(divisions=(2,) * 16))
 
 
 def test_fsdp_leaves_each_process_its_part() -> None:

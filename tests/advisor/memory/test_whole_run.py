@@ -21,7 +21,7 @@ from paceline.tasks.task import Model
 from paceline.telemetry.clock import private_bytes
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
-from paceline_advisor.memory.job import Job, fits, peak_of
+from paceline_advisor.memory.job import SimulatedRun, fits, peak_of
 from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP, trace_step, trace_steps, without_collection
 from paceline_advisor.memory.variants import outside, sharding_of
 
@@ -74,9 +74,9 @@ def test_first_step_later_ones_and_evaluation_are_what_torch_allocates(precision
 def test_an_evaluation_that_does_not_fit_is_a_run_that_does_not() -> None:
     tried = recipe(batch__global_size=16, evaluate__batch_size=359, model__options={"width": 64})
     with without_collection(), fake_step(tried, machine=H100, scores=True) as step:
-        job = Job(step, trace_steps(step), H100, shards=1)
+        job = SimulatedRun(step, trace_steps(step), H100, shards=1)
     with without_collection(), fake_step(tried, machine=H100) as step:
-        unscored = Job(step, trace_steps(step), H100, shards=1)
+        unscored = SimulatedRun(step, trace_steps(step), H100, shards=1)
     peak = job.peak(16)
     assert peak.phase == EVALUATION
     assert peak.allocated == peak.parts[EVALUATION] > unscored.peak(16).allocated
@@ -193,7 +193,7 @@ def test_compression_holds_16_bits_of_the_buckets_until_the_update() -> None:
         )
         machine = machine_with(find_device("h100"), processes=2)
         with without_collection(), fake_step(tried, processes=2, machine=machine) as step:
-            return Job(step, trace_steps(step), machine, shards=2).peak(32).allocated
+            return SimulatedRun(step, trace_steps(step), machine, shards=2).peak(32).allocated
 
     assert estimated("none") < estimated("bf16") < estimated("none") + 25 * MIB
 

@@ -14,7 +14,7 @@ from paceline.errors import RecipeError
 from paceline.machine import cpu_quota
 from paceline.recipe.load import load_recipe
 from paceline.units import TimeSpan
-from paceline_advisor.commands import Plan
+from paceline_advisor.commands import PlanTraining
 from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
 from paceline_advisor.scaling.planning import TrainingPlan, _sizes, plan_training
 
@@ -37,7 +37,7 @@ def _plan(
     shared: bool = True,
     samples: int | None = None,
 ) -> TrainingPlan:
-    requested = Plan(
+    requested = PlanTraining(
         recipe="digits",
         overrides=("model.options={width: 4, stages: 1}", "parallel.threads=auto"),
         cluster="dgx-a100",
@@ -114,8 +114,8 @@ def test_whole_nodes_are_paid_for() -> None:
     assert not any("whole nodes" in each for each in shared.report.notices)
 
 
-def _requested(budget: float) -> Plan:
-    return Plan(recipe="digits", budget=budget)
+def _requested(budget: float) -> PlanTraining:
+    return PlanTraining(recipe="digits", budget=budget)
 
 
 def test_what_cannot_be_is_said_with_the_nearest() -> None:
@@ -132,7 +132,9 @@ def test_a_batch_is_at_most_the_data() -> None:
     }
     assert [each.learning_rate for each in plan.choices[1:]] == pytest.approx([0.2 * 1438 / 64] * 5)
     scaling = ("batch.global_size=4096", "optimizer.lr_scaling=linear", "optimizer.lr_reference_batch=719")
-    requested = Plan(recipe="digits", overrides=scaling, cluster="dgx-a100", throughput=1, deadline=_hours(100.0))
+    requested = PlanTraining(
+        recipe="digits", overrides=scaling, cluster="dgx-a100", throughput=1, deadline=_hours(100.0)
+    )
     cut = plan_training(replace(requested, most_gpus=1, cpu_ms_per_sample=0.0), print)
     assert (cut.recipe_batch, cut.recipe_lr, cut.nearest.learning_rate) == (1438, *[pytest.approx(0.4)] * 2)
     assert "instead of" not in str(cut.__paceline__())
@@ -167,7 +169,7 @@ def test_no_more_gpus_are_planned_than_there_are(tmp_path: Path) -> None:
     link = "{gigabytes_per_second: 10, latency_microseconds: 10}"
     path = tmp_path / "mine.yaml"
     path.write_text(f"gpus_per_node: 4\nwithin: {link}\nnetwork: {link}\nmost_gpus: 8\n")
-    requested = Plan(recipe="digits", cluster=str(path), throughput=1, one_gpu_batch=64, deadline=_hours(0.001))
+    requested = PlanTraining(recipe="digits", cluster=str(path), throughput=1, one_gpu_batch=64, deadline=_hours(0.001))
     assert [each.gpus for each in plan_training(requested, print).choices] == [1, 2, 4, 8]
 
 
@@ -192,7 +194,7 @@ LARGE = (
 
 
 def _plan_on(cluster: str, *overrides: str, **more: Any) -> TrainingPlan:
-    requested = Plan(
+    requested = PlanTraining(
         recipe="synthetic",
         overrides=(*LARGE, *overrides),
         cluster=cluster,
@@ -261,7 +263,7 @@ def test_devices_of_unknown_memory_are_told_of() -> None:
 @pytest.mark.thorough
 def test_a_recipe_that_scales_its_rate_by_itself_is_planned_with_the_scaled_one() -> None:
     scaling = ("optimizer.lr=0.1", "optimizer.lr_scaling=linear", "optimizer.lr_reference_batch=16")
-    requested = Plan(
+    requested = PlanTraining(
         recipe="digits",
         overrides=("model.options={width: 4, stages: 1}", *scaling),
         cluster="dgx-a100",
@@ -288,4 +290,4 @@ def test_as_many_processes_are_planned_here_as_their_link_is_measured_with(monke
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)  # which the recipe does not use
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     recipe = load_recipe("digits", ("parallel.device=cpu",)).recipe
-    assert _sizes(recipe, Plan(recipe="digits", deadline=_hours(1))) == (1, 2, 4, 8, 16)
+    assert _sizes(recipe, PlanTraining(recipe="digits", deadline=_hours(1))) == (1, 2, 4, 8, 16)

@@ -15,7 +15,7 @@ from paceline.recipe.load import load_recipe
 from paceline_advisor.commands import Scale
 from paceline_advisor.formulas.parallel_step import HOST_SECONDS
 from paceline_advisor.scaling.network import ScaledRun, describe
-from paceline_advisor.scaling.study import LOOPS, Row, Scaling
+from paceline_advisor.scaling.study import LOOPS, Scaling, ScalingRow
 
 ROWS = [
     ("resnet50", "dgx-a100", "fp32", 256, 938, 7248),
@@ -44,7 +44,9 @@ def _subject(recipe: str) -> ScaledRun:
     return describe(load_recipe(recipe).recipe)
 
 
-def _predicted(recipe: str, cluster: str, precision: str, batch: int, one: float, decoding: float | None = None) -> Row:
+def _predicted(
+    recipe: str, cluster: str, precision: str, batch: int, one: float, decoding: float | None = None
+) -> ScalingRow:
     requested = Scale(
         recipe=recipe,
         overrides=(f"train.precision={precision}",),

@@ -13,7 +13,7 @@ from paceline.pages.page import Chart
 from paceline.pages.shown import write_result
 from paceline.recipe.load import load_recipe
 from paceline_advisor.commands import Scale
-from paceline_advisor.scaling.study import Row, ScaleReport, Scaling
+from paceline_advisor.scaling.study import ScaleReport, Scaling, ScalingRow
 
 SMALL = "model.options={width: 4, stages: 1}"
 
@@ -23,7 +23,7 @@ def _report(recipe: str, *overrides: str, cluster: str = "dgx-a100", **figure: A
     return Scaling(load_recipe(recipe, overrides), requested, print).report()
 
 
-def _launched(*overrides: str) -> Row:
+def _launched(*overrides: str) -> ScalingRow:
     # A GPU's share is an eighth of what was measured, and ends at what its host can launch.
     (row,) = _report("digits", SMALL, *overrides, throughput=1_000_000, one_gpu_batch=64).rows
     return row

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline_course.grading.runs import End, Rank, Run, Runs, Step, Validation, Vector
+from paceline_course.grading.runs import End, ProgramRun, Rank, Runs, Step, Validation, Vector
 
 EPOCHS, BATCH, RATE, WARMUP = 2, 145, 0.05, 3  # 578 = 3 x 145 + 143: four steps an epoch
 
 
 @cache
-def correct_run(processes: int) -> Run:
+def correct_run(processes: int) -> ProgramRun:
     """The run of a correct program."""
     from paceline_course.assignment import TRAINING_SAMPLES, VALIDATION_SAMPLES
     from paceline_course.grading.runs import accuracy_of_vector, mean_loss_and_gradient
@@ -57,7 +57,7 @@ def correct_run(processes: int) -> Run:
         )
         for r in range(processes)
     ]
-    return Run(tuple(ranks), EPOCHS, BATCH, (0,) * processes, log=tuple(log), weights=named_weights(weights))
+    return ProgramRun(tuple(ranks), EPOCHS, BATCH, (0,) * processes, log=tuple(log), weights=named_weights(weights))
 
 
 def named_weights(weights: Vector) -> dict[str, Vector]:
@@ -71,14 +71,14 @@ def named_weights(weights: Vector) -> dict[str, Vector]:
     return found
 
 
-def change_rank(run: Run, rank: int, **changes: Any) -> Run:
+def change_rank(run: ProgramRun, rank: int, **changes: Any) -> ProgramRun:
     """A copy of a run with one rank changed."""
     ranks = list(run.ranks)
     ranks[rank] = replace(ranks[rank], **changes)
     return replace(run, ranks=tuple(ranks))
 
 
-def change_steps(run: Run, change: Callable[[int, int, Step], Step]) -> Run:
+def change_steps(run: ProgramRun, change: Callable[[int, int, Step], Step]) -> ProgramRun:
     """A copy of a run with each step changed by a function of rank, number and step."""
     ranks = [
         replace(member, steps=tuple(change(rank, number, step) for number, step in enumerate(member.steps)))
@@ -88,19 +88,19 @@ def change_steps(run: Run, change: Callable[[int, int, Step], Step]) -> Run:
 
 
 @pytest.fixture
-def correct() -> Callable[[int], Run]:
+def correct() -> Callable[[int], ProgramRun]:
     """Runs of a correct program, by number of processes."""
     return correct_run
 
 
 @pytest.fixture
-def changed() -> Callable[..., Run]:
+def changed() -> Callable[..., ProgramRun]:
     """The function that changes steps."""
     return change_steps
 
 
 @pytest.fixture
-def rank_changed() -> Callable[..., Run]:
+def rank_changed() -> Callable[..., ProgramRun]:
     """The function that changes a rank."""
     return change_rank
 
@@ -109,7 +109,7 @@ def rank_changed() -> Callable[..., Run]:
 def runs_with() -> Callable[..., Runs]:
     """``runs_with(two=run)``: correct runs with 1, 2 and 3 processes, with some replaced."""
 
-    def build(**by_name: Run) -> Runs:
+    def build(**by_name: ProgramRun) -> Runs:
         return Runs({"one": correct_run(1), "two": correct_run(2), "three": correct_run(3), **by_name})
 
     return build

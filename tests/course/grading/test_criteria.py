@@ -12,10 +12,10 @@ import pytest
 
 from paceline_course.grading import on_run, on_training
 from paceline_course.grading.marks import marking_sheet
-from paceline_course.grading.on_run import Schedule, judge_throughput
+from paceline_course.grading.on_run import RequestedSchedule, judge_throughput
 from paceline_course.grading.runs import End, Step
 
-SCHEDULE = Schedule(base_lr=0.05, warmup=3)
+SCHEDULE = RequestedSchedule(base_lr=0.05, warmup=3)
 
 CRITERIA = [
     on_run.once,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline_course.grading.supervise import Limits, Supervisor, end_group
+from paceline_course.grading.supervise import ResourceLimits, Supervisor, end_group
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
 
@@ -18,7 +18,7 @@ BUSY = "while True: pass"
 IDLE = "import time; time.sleep(600)"
 
 
-def watch(code: str, limits: Limits, until: Callable[[str], bool], seconds: float = 60) -> str:
+def watch(code: str, limits: ResourceLimits, until: Callable[[str], bool], seconds: float = 60) -> str:
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     supervisor, begin, violation = Supervisor(limits), time.monotonic(), ""
     try:
@@ -32,7 +32,7 @@ def watch(code: str, limits: Limits, until: Callable[[str], bool], seconds: floa
 
 
 def test_waiting_is_a_hang() -> None:
-    assert watch(IDLE, Limits(idle_seconds=1, poll_seconds=0.1), bool) == "hang"
+    assert watch(IDLE, ResourceLimits(idle_seconds=1, poll_seconds=0.1), bool) == "hang"
 
 
 def test_waking_briefly_is_a_hang() -> None:
@@ -42,27 +42,27 @@ def test_waking_briefly_is_a_hang() -> None:
         "while True:\n    time.sleep(0.5)\n    end = time.process_time() + 0.002\n"
         "    while time.process_time() < end:\n        pass\n"
     )
-    assert watch(code, Limits(idle_seconds=2, poll_seconds=0.1), bool) == "hang"
+    assert watch(code, ResourceLimits(idle_seconds=2, poll_seconds=0.1), bool) == "hang"
 
 
 def test_little_regular_work_is_not_a_hang() -> None:
     code = "import time\nwhile True:\n    time.sleep(0.2)\n    sum(range(3_000_000))\n"
-    limits = Limits(idle_seconds=2, poll_seconds=0.1, processor_seconds=1)
+    limits = ResourceLimits(idle_seconds=2, poll_seconds=0.1, processor_seconds=1)
     assert watch(code, limits, bool) == "processor time"
 
 
 def test_work_ends_at_the_processor_time_limit() -> None:
-    limits = Limits(idle_seconds=0.5, processor_seconds=2, poll_seconds=0.1)
+    limits = ResourceLimits(idle_seconds=0.5, processor_seconds=2, poll_seconds=0.1)
     assert watch(BUSY, limits, bool) == "processor time"
 
 
 def test_too_many_processes() -> None:
     code = "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        break\ntime.sleep(600)"
-    assert watch(code, Limits(processes=4, poll_seconds=0.05, idle_seconds=30), bool) == "processes"
+    assert watch(code, ResourceLimits(processes=4, poll_seconds=0.05, idle_seconds=30), bool) == "processes"
 
 
 def test_time_limit() -> None:
-    assert watch(BUSY, Limits(seconds=0.5, poll_seconds=0.1), bool) == "time"
+    assert watch(BUSY, ResourceLimits(seconds=0.5, poll_seconds=0.1), bool) == "time"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt orphans")

@@ -24,7 +24,7 @@ from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.data.slices import SampleSlice
 from paceline.errors import DataError, TrainingError
 from paceline.recipe.data import Augment, Progressive
-from paceline_ops.dali.backend import DaliBackend, Graph, define
+from paceline_ops.dali.backend import DaliBackend, DaliGraph, define
 from paceline_ops.dali.choice import import_problem
 
 pytestmark = pytest.mark.skipif(bool(import_problem()), reason=f"needs DALI: {import_problem()}")
@@ -371,7 +371,7 @@ def test_the_graph_for_a_gpu_has_operators_that_exist(channels: int) -> None:
     assert b"hw_decoder_load" in written
     if not torch.cuda.is_available():
         with pytest.raises(DataError, match=r"DALI cannot decode on cuda \(.*\): use data\.decode_on=cpu"):
-            Graph(64, **settings)
+            DaliGraph(64, **settings)
 
 
 def test_random_state_is_left_alone(charts: FileSource, shuffled: Shuffled) -> None:

@@ -10,7 +10,7 @@ from golden_sentences import raises
 
 from paceline.errors import RecipeError
 from paceline_ops.imports.command import read_source
-from paceline_ops.imports.table import Table
+from paceline_ops.imports.table import OptionTable
 
 SCRIPTS = (("train.py",), ("distributed_train.sh",))
 ROWS = """
@@ -27,13 +27,13 @@ data: {text: null, rule: a}
 
 
 @pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> Table:
+def table(tmp_path_factory: pytest.TempPathFactory) -> OptionTable:
     path = tmp_path_factory.mktemp("table") / "their.yaml"
     path.write_text(ROWS)
-    return Table("their trainer", path)
+    return OptionTable("their trainer", path)
 
 
-def test_words_are_read_as_argparse_reads_them(table: Table) -> None:
+def test_words_are_read_as_argparse_reads_them(table: OptionTable) -> None:
     typed = "-b64 --lr=-1e-3 --betas 0.9 .95 --amp --model-kwargs size=3 kind=big pair=(1,2) --dr .5"
     given = table.read_words(["/data", *typed.split(), "--output", "${1:-x}"])
     assert given == {
@@ -50,7 +50,7 @@ def test_words_are_read_as_argparse_reads_them(table: Table) -> None:
 
 
 @pytest.mark.parametrize("word", ["--batch", "--ba", "--batch-size"])
-def test_a_beginning_of_only_one_option_is_that_option(table: Table, word: str) -> None:
+def test_a_beginning_of_only_one_option_is_that_option(table: OptionTable, word: str) -> None:
     assert table.read_words([word, "7"]) == {"batch_size": 7}
 
 
@@ -79,12 +79,12 @@ def test_a_beginning_of_only_one_option_is_that_option(table: Table, word: str) 
         ({"wrold": 1}, "wrold", "a known option"),
     ],
 )
-def test_what_does_not_fit_is_named(table: Table, given: Any, key: str | None, rule: str | None) -> None:
+def test_what_does_not_fit_is_named(table: OptionTable, given: Any, key: str | None, rule: str | None) -> None:
     with raises(RecipeError, key=key, rule=rule):
         table.read_tree(given) if isinstance(given, dict) else table.read_words(given)
 
 
-def test_a_file_of_arguments_gives_what_is_not_the_default(table: Table) -> None:
+def test_a_file_of_arguments_gives_what_is_not_the_default(table: OptionTable) -> None:
     tree = {"batch_size": 128, "lr": 0.5, "lr_base": 0.1, "betas": None, "amp": True, "model_kwargs": {"a": "7"}}
     assert table.read_tree({**tree, "world": 2}, ["world"]) == {"lr": 0.5, "amp": True, "model_kwargs": {"a": "7"}}
 

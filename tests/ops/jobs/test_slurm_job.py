@@ -11,7 +11,7 @@ import pytest
 from paceline.errors import LaunchError
 from paceline_ops.jobs.slurm import (
     Job,
-    Shape,
+    JobResources,
     check_time,
     folder_name,
     job_script,
@@ -22,7 +22,7 @@ from paceline_ops.jobs.slurm import (
 
 SINGLE = Job(
     name="digits",
-    shape=Shape(nodes=2, tasks_per_node=4),
+    shape=JobResources(nodes=2, tasks_per_node=4),
     python="/opt/python",
     arguments=["train", "digits", "optimizer={lr: 0.1}"],
     runs=[["--run-dir", "/runs/my run"]],
@@ -50,7 +50,7 @@ def test_a_job_can_come_again_adds_to_its_output_and_is_told_in_time() -> None:
 
 
 def test_what_is_asked_for_is_in_the_options() -> None:
-    shape = Shape(
+    shape = JobResources(
         nodes=1,
         tasks_per_node=8,
         gpus_per_task=1,
@@ -228,11 +228,11 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str, seconds: int | None
 
 
 def test_a_time_limit_that_leaves_no_time_is_refused() -> None:
-    check_time(Shape(nodes=1, tasks_per_node=1, time="3:01"))
+    check_time(JobResources(nodes=1, tasks_per_node=1, time="3:01"))
     with pytest.raises(LaunchError, match="--time 3 is 180 s, but the run is asked to stop 120 s before its end"):
-        check_time(Shape(nodes=1, tasks_per_node=1, time="3"))
+        check_time(JobResources(nodes=1, tasks_per_node=1, time="3"))
     with pytest.raises(LaunchError, match="--time soon is not a Slurm time limit"):
-        check_time(Shape(nodes=1, tasks_per_node=1, time="soon"))
+        check_time(JobResources(nodes=1, tasks_per_node=1, time="soon"))
 
 
 def test_commas_within_a_value_stay_there() -> None:

@@ -71,7 +71,7 @@ def test_pictures_wait_until_there_is_memory_and_all_are_answered() -> None:
     assert 2 <= FITTING < 8
 
     async def ask() -> list[int]:
-        service = services.Service(predictor, services.Limits(), Metrics("large", predictor.digest))
+        service = services.Service(predictor, services.ServiceLimits(), Metrics("large", predictor.digest))
         async with service.running():
             asked = [asyncio.create_task(service.answers([PICTURE] * 8, 1)) for _ in range(2)]
             while predictor.prepared < FITTING:
@@ -90,7 +90,7 @@ def test_work_that_nobody_waits_for_is_stopped(why: str) -> None:
     predictor = LargePictures()
 
     async def ask() -> int:
-        service = services.Service(predictor, services.Limits(), Metrics("large", predictor.digest))
+        service = services.Service(predictor, services.ServiceLimits(), Metrics("large", predictor.digest))
         leaving = asyncio.Event()
 
         async def receive() -> dict[str, object]:
@@ -118,7 +118,7 @@ def test_work_that_nobody_waits_for_is_stopped(why: str) -> None:
 
 def test_the_page_asks_for_all_objects_of_a_detector() -> None:
     predictor = LargePictures()
-    service = services.Service(predictor, services.Limits(), Metrics("large", predictor.digest))
+    service = services.Service(predictor, services.ServiceLimits(), Metrics("large", predictor.digest))
     assert "<p hidden><label>Labels for each" not in app.page(service, "large")
     predictor.kind = Detections
     assert "<p hidden><label>Labels for each" in app.page(service, "large")

@@ -17,7 +17,7 @@ from paceline.distributed.device import (
     describe_machine,
     reserve_deterministic_workspace,
 )
-from paceline.distributed.environment import Launch, read_launch
+from paceline.distributed.environment import LaunchEnvironment, read_launch
 from paceline.distributed.strategy import ControlFlags, MicroBatch, SingleProcess
 from paceline.errors import DataError, LaunchError, RecipeError
 from paceline.recipe.load import load_recipe
@@ -110,7 +110,7 @@ def test_the_group_is_formed_with_the_back_end(requested: str, formed: str, monk
         raise ValueError(f"it would be {backend}")
 
     monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
-    launch = Launch(World(world_size=2, local_world_size=2), "file:///nowhere", "paceline")
+    launch = LaunchEnvironment(World(world_size=2, local_world_size=2), "file:///nowhere", "paceline")
     with pytest.raises(LaunchError, match=f"it would be {formed}"):
         join(launch, CPU, backend=requested)
 

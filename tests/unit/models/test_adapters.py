@@ -19,7 +19,7 @@ from paceline.inference.predict import load_predictor
 from paceline.models.adapters import PartlyNew, add_adapters, head_names
 from paceline.models.transfer import adapt
 from paceline.recipe.load import load_recipe
-from paceline.recipe.model import Adapters, Model
+from paceline.recipe.model import Adapters, ModelSection
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 
@@ -52,7 +52,7 @@ class Mixed(nn.Module):
 def adapted(**more: Any) -> nn.Module:
     torch.manual_seed(0)
     network = Mixed()
-    adapt(network, Model(adapters=Adapters(rank=2, alpha=6.0), **more))
+    adapt(network, ModelSection(adapters=Adapters(rank=2, alpha=6.0), **more))
     return network
 
 
@@ -115,7 +115,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("head_first", [False, True])
 def test_a_tied_output_layer_stays_with_the_token_vectors(head_first: bool) -> None:
     network = Tied(head_first)
-    adapt(network, Model(adapters=Adapters(rank=2)))
+    adapt(network, ModelSection(adapters=Adapters(rank=2)))
     bias = "first.bias" if head_first else "last.bias"
     assert trained(network) == {"body.lora_A.default.weight", "body.lora_B.default.weight", bias}
 
@@ -133,7 +133,7 @@ def test_transposed_layers_are_merged_as_peft_does() -> None:
     pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
     torch.manual_seed(0)
     network = nn.Sequential(pytorch_utils.Conv1D(6, 6), pytorch_utils.Conv1D(4, 6), nn.Linear(4, 3))
-    adapt(network, Model(adapters=Adapters(rank=2, alpha=6.0)))
+    adapt(network, ModelSection(adapters=Adapters(rank=2, alpha=6.0)))
     drawn(network)
     merged = merge_adapters(network.state_dict(), 2, 6, where="w")
     plain = nn.Sequential(pytorch_utils.Conv1D(6, 6), pytorch_utils.Conv1D(4, 6), nn.Linear(4, 3))

@@ -26,7 +26,7 @@ from paceline.models.build import (
     parameter_count,
 )
 from paceline.models.small_resnet import small_resnet
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline_ops.published import published_settings
 from paceline_recsys.networks import build_click_model
 from paceline_text.models import build_language_model
@@ -65,7 +65,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("my_networks", None)
 
 
-def refusal(model: Model) -> str:
+def refusal(model: ModelSection) -> str:
     with pytest.raises(ModelError) as caught:
         build_model(model, num_classes=5, in_channels=3)
     return str(caught.value)
@@ -76,14 +76,14 @@ def refusal(model: Model) -> str:
 def test_it_fits_the_data(name: str, in_channels: int) -> None:
     torch.manual_seed(0)
     options = {"test_vit": {"img_size": 64}, "torchvision:googlenet": {"init_weights": False}}.get(name, {})
-    network = build_model(Model(name=name, options=options), num_classes=5, in_channels=in_channels)
+    network = build_model(ModelSection(name=name, options=options), num_classes=5, in_channels=in_channels)
     for training in (True, False):
         assert network.train(training)(torch.zeros(2, in_channels, 64, 64)).shape == (2, 5)
 
 
 def test_a_factory_of_ones_own_is_given_what_it_takes(own: str) -> None:
     plain, choosy, anything = (
-        build_model(Model(name=f"{own}:{name}", options=options), num_classes=5, in_channels=3)
+        build_model(ModelSection(name=f"{own}:{name}", options=options), num_classes=5, in_channels=3)
         for name, options in (("plain", {}), ("choosy", {"width": 7}), ("anything", {}))
     )
     assert plain(torch.zeros(2, 3, 8, 8)).shape == (2, 5)
@@ -110,7 +110,7 @@ def test_a_factory_of_ones_own_is_given_what_it_takes(own: str) -> None:
 )
 @pytest.mark.usefixtures("own")
 def test_what_cannot_be_built(asked: dict[str, Any], said: str) -> None:
-    assert re.search(said, refusal(Model(**asked)))
+    assert re.search(said, refusal(ModelSection(**asked)))
 
 
 def test_names_are_found_by_pattern() -> None:
@@ -201,17 +201,17 @@ def test_finding_out_leaves_the_network_as_it_was() -> None:
     ],
 )
 def test_an_option_of_another_type_is_refused_by_name(option: str, value: Any) -> None:
-    message = refusal(Model(options={option: value}))
+    message = refusal(ModelSection(options={option: value}))
     assert message.startswith(f"model.options.{option}={value!r}: small_resnet needs {option} as ")
 
 
 def test_options_of_every_network_of_ours_are_checked_by_type() -> None:
     for name, option in (("speed_net", "logit_scale"), ("lecture_net", "channels")):
-        assert refusal(Model(name=name, options={option: "abc"})).startswith(f"model.options.{option}='abc': ")
+        assert refusal(ModelSection(name=name, options={option: "abc"})).startswith(f"model.options.{option}='abc': ")
     with pytest.raises(ModelError, match=r"model.options.dropout='abc': gpt needs dropout as a number"):
-        build_language_model(Model(name="gpt", options={"dropout": "abc"}), vocabulary=20, context=12)
+        build_language_model(ModelSection(name="gpt", options={"dropout": "abc"}), vocabulary=20, context=12)
     with pytest.raises(ModelError, match=r"model.options.embedding=1.5: dlrm needs embedding as a whole number"):
-        build_click_model(Model(name="dlrm", options={"embedding": 1.5}), dense_features=2, table_rows=[3])
+        build_click_model(ModelSection(name="dlrm", options={"embedding": 1.5}), dense_features=2, table_rows=[3])
 
 
 @pytest.mark.parametrize("name", ["resnet50.a3_in1k", "tf_efficientnet_b4", "resnet10t"])
@@ -232,4 +232,4 @@ def test_a_name_that_timm_does_not_have_has_none(name: str) -> None:
 def test_weights_of_a_network_whose_backbone_has_no_default_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.models.build.urlopen", lambda *_, **__: BytesIO())
     monkeypatch.setattr("torch.hub.get_dir", lambda: "nowhere")
-    assert check_published(Model(name="torchvision:fasterrcnn_resnet50_fpn_v2", pretrained=True))
+    assert check_published(ModelSection(name="torchvision:fasterrcnn_resnet50_fpn_v2", pretrained=True))

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.models.build import build_model
 from paceline.models.deferred import NotDeferrableError, build_deferred, tensors_of
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline_text.models import build_language_model
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -19,7 +19,7 @@ TINY_LLAMA = {**TINY, "intermediate_size": 24, "num_key_value_heads": 1}
 
 
 def language_model(name: str, *, is_masked: bool = False, **options: Any) -> Callable[[], nn.Module]:
-    model = Model(name=name, options=options)
+    model = ModelSection(name=name, options=options)
     return lambda: build_language_model(model, vocabulary=37, context=8, is_masked=is_masked)
 
 
@@ -46,7 +46,7 @@ NETWORKS = {
     "llama": language_model("transformers:llama", **TINY_LLAMA),
     "bert": language_model("transformers:bert", is_masked=True, **TINY, intermediate_size=24),
     "vit": lambda: build_model(
-        Model(name="vit_tiny_patch16_224", options={"depth": 1, "embed_dim": 24}), num_classes=3, in_channels=3
+        ModelSection(name="vit_tiny_patch16_224", options={"depth": 1, "embed_dim": 24}), num_classes=3, in_channels=3
     ),
     "chained": Chained,
 }

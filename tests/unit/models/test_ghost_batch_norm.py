@@ -14,7 +14,7 @@ from torch import nn
 from paceline.errors import ModelError, RecipeError
 from paceline.models.transfer import groups_of, normalise_in_groups
 from paceline.plan.batching import with_valid_ghost_size
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 
 
 def network() -> nn.Sequential:
@@ -119,8 +119,8 @@ def test_an_exact_run_groups_within_its_logical_ranks(train_tiny: Callable[..., 
     [(8, 16, 8), (8, 4, 2), (8, 8, 4), (32, 12, 6), (8, 7, None), (4, 2, None), (4, 1, None)],
 )
 def test_a_trial_of_another_size_has_groups_that_fit(asked: int, micro: int, wanted: int | None) -> None:
-    assert with_valid_ghost_size(Model(ghost_batch_norm=asked), micro).ghost_batch_norm == wanted
-    assert with_valid_ghost_size(Model(), micro) == Model()
+    assert with_valid_ghost_size(ModelSection(ghost_batch_norm=asked), micro).ghost_batch_norm == wanted
+    assert with_valid_ghost_size(ModelSection(), micro) == ModelSection()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.models.build import build_model
 from paceline.models.transfer import zero_classifier
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline.trainer.network import load_initial_weights
 
 NAME = "tf_efficientnet_lite0"
@@ -45,7 +45,7 @@ def photos() -> Tensor:
 
 
 def loaded(weights: Path, classes: int) -> nn.Module:
-    asked = Model(name=NAME, initialize_from=str(weights), initialize_partly=classes != 1000)
+    asked = ModelSection(name=NAME, initialize_from=str(weights), initialize_partly=classes != 1000)
     torch.manual_seed(0)
     network = build_model(asked, num_classes=classes, in_channels=3)
     load_initial_weights(network, asked)

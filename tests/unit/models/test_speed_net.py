@@ -12,7 +12,7 @@ from paceline.checkpoint.weights import read_weights
 from paceline.errors import ModelError
 from paceline.models.build import build_model
 from paceline.models.speed_net import SpeedNet, Whitening, speed_net, whitening_filters
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 
 
 def pictures(count: int = 64, side: int = 12, channels: int = 3) -> torch.Tensor:
@@ -100,7 +100,7 @@ WRONG = [("widths", []), ("widths", [0, 4]), ("widths", 64), ("depth", 4), ("pat
 @pytest.mark.parametrize(("option", "value"), WRONG)
 def test_options_out_of_range_are_refused(option: str, value: Any) -> None:
     with pytest.raises(ModelError, match=f"model.options.{option}=.*speed_net needs"):
-        build_model(Model(name="speed_net", options={option: value}), num_classes=10, in_channels=3)
+        build_model(ModelSection(name="speed_net", options={option: value}), num_classes=10, in_channels=3)
 
 
 OF_DIGITS = {

@@ -14,7 +14,7 @@ from torch import nn
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, ModelError
 from paceline.models.transfer import FreezeSchedule, adapt, freeze, load_fitting, trained_spans
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 from paceline.units import Duration
 
 
@@ -73,7 +73,7 @@ def test_a_norm_without_parameters_rests_with_the_part_it_is_in(norm: nn.Module)
         assert network[1].training == learns, patterns
     network, model = (
         nn.Sequential(nn.Conv2d(1, 4, 3), norm, nn.Conv2d(4, 2, 1)),
-        Model(
+        ModelSection(
             frozen=("0.*", "1.*"), unfreeze={"1.*": Duration(2, "steps")}, freeze_after={"2.*": Duration(3, "steps")}
         ),
     )
@@ -82,7 +82,7 @@ def test_a_norm_without_parameters_rests_with_the_part_it_is_in(norm: nn.Module)
     seen = [(schedule.at(step), norm.training, network[2].weight.requires_grad) for step in range(4)]
     assert [each[1:] for each in seen] == [(False, True), (False, True), (True, True), (True, False)]
     network.requires_grad_(requires_grad=True)
-    model = Model(freeze_after={"0.*": Duration(1, "steps"), "1.*": Duration(1, "steps")})
+    model = ModelSection(freeze_after={"0.*": Duration(1, "steps"), "1.*": Duration(1, "steps")})
     schedule = FreezeSchedule(network, *trained_spans(network, model, {}, {"0.*": 1, "1.*": 1}), changed=lambda: None)
     assert [(schedule.at(step), norm.training)[1] for step in range(2)] == [True, False]
 
@@ -118,7 +118,7 @@ def test_buffers_of_frozen_parts_rest(kind: str) -> None:
     for patterns, learns in {("0.*",): False, ("*", *(f"!{each}" for each in body)): False, ("1.*",): True}.items():
         freeze(network := normed(), patterns)
         assert moves(network) == learns, patterns
-    network, model = normed(), Model(frozen=("0.*",), unfreeze={"0.*": Duration(2, "steps")})
+    network, model = normed(), ModelSection(frozen=("0.*",), unfreeze={"0.*": Duration(2, "steps")})
     adapt(network, model)
     schedule = FreezeSchedule(network, *trained_spans(network, model, {"0.*": 2}, {}), changed=lambda: None)
     assert [(schedule.at(step), moves(network))[1] for step in range(3)] == [False, False, True]

@@ -15,7 +15,7 @@ from paceline.errors import ModelError, RecipeError
 from paceline.optim.build import Clipping, apply_settings, build_optimizer
 from paceline.optim.parameter_groups import describe_groups, parameter_groups, treatments
 from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES
-from paceline.plan.rates import Settings
+from paceline.plan.rates import OptimizerSettings
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.training import Optimizer
 
@@ -251,7 +251,7 @@ def test_patterns_give_groups_of_their_own() -> None:
     told = {(each.parameters, each.lr_factor, each.weight_decay): each for each in describe_groups(model, asked)}
     assert (told["3.*", 10, 0.1].tensors, told["3.*", 10, 0.1].numbers) == (1, 4 * 36 * 3)
     optimizer = build_optimizer(model, asked, CPU)
-    apply_settings(optimizer, Settings(learning_rate=0.5, weight_decay=0.2))
+    apply_settings(optimizer, OptimizerSettings(learning_rate=0.5, weight_decay=0.2))
     moved = {(group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
     assert moved == {(0.5, 0.2), (5.0, 0.2), (5.0, 0.0), (0.5, 0.3), (0.5, 0.0)}
 
@@ -335,7 +335,7 @@ def test_every_optimizer_of_torch_and_timm_makes_a_step_by_its_name(name: str) -
     before = model[0].weight.detach().clone()
     optimizer = build_optimizer(model, section(name=name, lr=0.1, weight_decay=0.01), CPU)
     model(torch.ones(8, 4)).square().mean().backward()
-    apply_settings(optimizer, Settings(learning_rate=0.1))
+    apply_settings(optimizer, OptimizerSettings(learning_rate=0.1))
     optimizer.step()
     assert model[0].weight.isfinite().all()
     # The first step of ADOPT begins its second moments only.

@@ -12,7 +12,7 @@ from paceline.errors import ModelError, RecipeError
 from paceline.optim.build import apply_settings, build_optimizer
 from paceline.optim.classes import orthogonalised
 from paceline.optim.parameter_groups import describe_groups
-from paceline.plan.rates import Settings
+from paceline.plan.rates import OptimizerSettings
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.training import Optimizer
 
@@ -74,7 +74,7 @@ def test_several_steps_are_the_published_ones(nesterov: bool, unit_filters: bool
                 continue
             weights = weights * len(weights) ** 0.5 / weights.norm() if unit_filters else weights * (1 - 0.1 * 0.2)
             plain[name] = weights - 0.1 * by_hand(ahead.flatten(1), 3).float().view_as(weights)
-        apply_settings(optimizer, Settings(learning_rate=0.1, momentum=None, weight_decay=None))
+        apply_settings(optimizer, OptimizerSettings(learning_rate=0.1, momentum=None, weight_decay=None))
         optimizer.step()
     for name, each in model.named_parameters():
         torch.testing.assert_close(each.detach(), plain[name], rtol=1e-4, atol=1e-4)
@@ -105,7 +105,7 @@ def test_decay_that_scaled_filters_would_not_show_is_not_told_and_not_taken() ->
 
 def test_the_schedule_s_momentum_is_that_of_the_orthogonal_steps() -> None:
     optimizer = build_optimizer(net(), section(lr=0.1, rest_lr_factor=4, rest_momentum=0.7), CPU)
-    apply_settings(optimizer, Settings(learning_rate=0.05, momentum=0.5, weight_decay=None))
+    apply_settings(optimizer, OptimizerSettings(learning_rate=0.05, momentum=0.5, weight_decay=None))
     found = {(group["lr"], group["momentum"]) for group in optimizer.param_groups}
     assert found == {(0.05, 0.5), (0.2, 0.7)}
 

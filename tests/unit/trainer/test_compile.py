@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from paceline.errors import ModelError, RecipeError
 from paceline.models.compiled import CompiledNetwork, CompileLog
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 
 Make = Callable[..., Any]
 
@@ -273,7 +273,7 @@ class OneLoss(nn.Module):
 
 
 def test_the_next_call_does_not_overwrite_a_loss() -> None:
-    model = Model(compile=True, compile_backend="eager")
+    model = ModelSection(compile=True, compile_backend="eager")
     network = CompiledNetwork(OneLoss(), model, train_sizes=[2], evaluation_sizes=[], log=CompileLog())
     losses = [network(torch.full((2,), value)) for value in (1.0, 2.0, 3.0)]
     assert [each.item() for each in losses] == [2.0, 4.0, 6.0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.distributed.environment import Launch
+from paceline.distributed.environment import LaunchEnvironment
 from paceline.recipe.load import load_recipe
 from paceline.records.events import Status
 from paceline.records.reader import Summary
@@ -21,9 +21,9 @@ from paceline.world import World
 EIGHT_PARTS = load_recipe("digits", ["parallel.exact=true"]).recipe
 
 
-def launch(rank: int, size: int, *, per_node: int = 1, comes_again: str | None = "--nnodes=1:9") -> Launch:
+def launch(rank: int, size: int, *, per_node: int = 1, comes_again: str | None = "--nnodes=1:9") -> LaunchEnvironment:
     world = World(rank=rank, world_size=size, local_rank=rank % per_node, local_world_size=per_node)
-    return Launch(world, "env://", "torchrun", restart_setting=comes_again)
+    return LaunchEnvironment(world, "env://", "torchrun", restart_setting=comes_again)
 
 
 @pytest.mark.parametrize(("size", "trains"), [(1, 1), (2, 2), (3, 2), (4, 4), (5, 4), (7, 4), (8, 8), (9, 8)])

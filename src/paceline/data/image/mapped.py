@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from paceline.data.image.decode import BrokenImageError, decode, image_header, upright_size
-from paceline.data.image.source import Head, Ids, Image, Names
+from paceline.data.image.source import Head, Ids, Image, NameArray
 from paceline.errors import data_error
 from paceline.files import refuse_special_inputs
 
@@ -157,7 +157,7 @@ class EncodedImages:
 class MappedSource(EncodedImages):
     """Image files inside larger files that are mapped into memory."""
 
-    def __init__(self, content: MappedBytes, labels: Ids, channels: int, names: Names) -> None:
+    def __init__(self, content: MappedBytes, labels: Ids, channels: int, names: NameArray) -> None:
         """Take one part per label; ``names`` are the sample names inside the files."""
         if len(content) != len(labels):
             raise ValueError(f"found {len(content)} parts for {len(labels)} labels")

@@ -30,7 +30,7 @@ EXTENSIONS = ("bmp", "gif", "jpeg", "jpg", "png", "ppm", "tif", "tiff", "webp", 
 
 
 @dataclass(frozen=True)
-class Names:
+class NameArray:
     """Many names in two arrays: name *i* is ``blob[ends[i]:ends[i + 1]]``.
 
     Attributes:
@@ -163,9 +163,9 @@ class ArraySource:
 class FileSource:
     """Image files, decoded when read."""
 
-    def __init__(self, root: Path, names: Names | Iterable[bytes], labels: Ids, channels: int) -> None:
+    def __init__(self, root: Path, names: NameArray | Iterable[bytes], labels: Ids, channels: int) -> None:
         """Take file names relative to ``root``, as the operating system's bytes, one per label."""
-        self._names = names if isinstance(names, Names) else Names.of(names)
+        self._names = names if isinstance(names, NameArray) else NameArray.of(names)
         if len(self._names) != len(labels):
             raise ValueError(f"found {len(self._names)} names for {len(labels)} labels")
         self.labels = labels
@@ -206,7 +206,7 @@ class FileSource:
         return FileSource(Path(self._root), names, self.labels[kept], self.channels)
 
     @property
-    def names(self) -> Names:
+    def names(self) -> NameArray:
         """File names relative to the root."""
         return self._names
 
@@ -388,7 +388,7 @@ def _name(source: SampleSource, sample: int) -> bytes:
         part, within, number = source.find(sample)
         return part.encode("utf-8", "backslashreplace") + b"/" + _name(within, number)
     names = getattr(source, "names", None)  # within the data set
-    if isinstance(names, Names) and not isinstance(source, FileSource):
+    if isinstance(names, NameArray) and not isinstance(source, FileSource):
         text = names.text(sample)  # UTF-8 within files, whatever the system's file name encoding
     else:
         name = source.path(sample) if names is None else names[sample]

@@ -20,8 +20,8 @@ from paceline.data.labels import are_unlabelled, name_rows, number_rows
 from paceline.data.splits import SPLIT_NAMES, TRAIN
 from paceline.data.tables import (
     USUAL_COLUMNS,
+    DataTable,
     Parts,
-    Table,
     TableFile,
     explain_errors,
     find_column,
@@ -50,7 +50,7 @@ def _number_in(cell: Any) -> float:
 _ADDRESS = re.compile(r"(\./)?[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
-class ImageTable(Table):
+class ImageTable(DataTable):
     """A table of images, with all used columns read except the images."""
 
     def __init__(

@@ -23,7 +23,7 @@ from paceline.units import counted, format_bytes, format_count, format_seconds, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class WrittenReport:
     """A written report.
 
     Attributes:
@@ -68,7 +68,7 @@ def report_at_the_end(directory: RunDirectory) -> None:
     write_report([directory.root], directory.report)
 
 
-def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Report:
+def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> WrittenReport:
     """Write the report of one run or the comparison of several.
 
     Args:
@@ -88,7 +88,7 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Report
     runs = read_runs(run_dirs)
     if output is None:
         output = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
-    return Report(path=write_page(output, page_of(runs)), runs=runs)
+    return WrittenReport(path=write_page(output, page_of(runs)), runs=runs)
 
 
 def page_of(runs: Sequence[RunRecord]) -> Page:

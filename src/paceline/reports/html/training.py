@@ -61,7 +61,7 @@ def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
     yield from _best(runs)
 
 
-def _evaluated(runs: Sequence[RunRecord], metric: str) -> list[Line]:
+def _evaluated(runs: Sequence[RunRecord], metric: str) -> list[ChartLine]:
     """Plot one line per set of weights and, for several runs, per run.
 
     For one run, a set of weights looks the same in all charts; the first colour is for training. For several runs, each
@@ -113,7 +113,7 @@ _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class ChartLine:
     """A curve.
 
     Attributes:
@@ -129,15 +129,15 @@ class Line:
     style: int
 
 
-def of_events(name: str, events: Iterable[Event], key: str, style: int) -> Line | None:
+def of_events(name: str, events: Iterable[Event], key: str, style: int) -> ChartLine | None:
     """Return the curve of one key of the given events; None without numbers."""
     points = [(event["step"], event[key]) for event in events if key in event]
     if all(value is None for _, value in points):
         return None
-    return Line(name=name, x=[step for step, _ in points], y=[value for _, value in points], style=style)
+    return ChartLine(name=name, x=[step for step, _ in points], y=[value for _, value in points], style=style)
 
 
-def of_runs(runs: Sequence[RunRecord], key: str, name: str) -> list[Line]:
+def of_runs(runs: Sequence[RunRecord], key: str, name: str) -> list[ChartLine]:
     """Return one curve of a step record key per run that has it, labelled by run if there are several."""
     several = len(runs) > 1
     lines = (of_events(run.name if several else name, run.of("step"), key, style) for style, run in enumerate(runs))
@@ -145,7 +145,7 @@ def of_runs(runs: Sequence[RunRecord], key: str, name: str) -> list[Line]:
 
 
 def curves(
-    title: str, unit: str, lines: Sequence[Line], runs: Sequence[RunRecord], description: str = "", **axis: Any
+    title: str, unit: str, lines: Sequence[ChartLine], runs: Sequence[RunRecord], description: str = "", **axis: Any
 ) -> Iterator[Chart]:
     """Plot curves over steps; None without curves."""
     if not lines:

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline_advisor.doctor.behaviour import Loader
 from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, Found, check, named
-from paceline_advisor.doctor.findings import CONVNETS, CUDA_MODES, OWN, TUNING, Place
+from paceline_advisor.doctor.findings import CONVNETS, CUDA_MODES, OWN, TUNING, CodeLine
 
 
 @check(advice="remove it from the training code")
@@ -75,7 +75,7 @@ def _counted(
     """Return how often calls were observed and where, the most frequent first; on a CPU only as a notice."""
     if not counts:
         return None
-    places = tuple(Place(file, line, kind, count) for (file, line, kind), count in counts.most_common())
+    places = tuple(CodeLine(file, line, kind, count) for (file, line, kind), count in counts.most_common())
     total = sum(counts.values())
     times = {1: "once", 2: "twice"}.get(total, f"{total} times")
     found = CheckResult(

@@ -13,7 +13,7 @@ from image_sets import opened_set
 
 from paceline.data.image.dataset import StoredImages
 from paceline.data.image.sets import image_folder as listing
-from paceline.data.image.sets.image_folder import Names, cache_file
+from paceline.data.image.sets.image_folder import NameArray, cache_file
 
 
 @pytest.fixture(autouse=True)
@@ -203,6 +203,6 @@ def test_a_memory_holds_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_names_are_kept_as_they_are() -> None:
     names = [b"a/1.jpg", b"", b"b/\xff\xfe.jpg"]
-    joined = Names.of(names)
+    joined = NameArray.of(names)
     assert len(joined) == 3
     assert [joined[index] for index in range(3)] == names

@@ -18,7 +18,7 @@ from PIL import Image
 from paceline.data.image.dataset import stratified_order
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.mapped import ByteRanges, MappedBytes, MappedSource
-from paceline.data.image.source import Names, SampleSource, hashed_names, sample_names
+from paceline.data.image.source import NameArray, SampleSource, hashed_names, sample_names
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.data import Data
 from paceline_data.packing.origins import open_origin
@@ -289,7 +289,7 @@ def test_names_within_files_do_not_depend_on_the_locale(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsdecode", lambda name: name.decode("latin-1"))
     zero = np.zeros(1, dtype=np.int64)
     content = MappedBytes([], ByteRanges(file=zero, begin=zero, length=zero))
-    assert sample_names(MappedSource(content, zero, 3, Names.of(["é.jpg"]))) == ["é.jpg".encode()]
+    assert sample_names(MappedSource(content, zero, 3, NameArray.of(["é.jpg"]))) == ["é.jpg".encode()]
 
 
 def test_a_part_of_a_source_is_packed_with_its_names(folder: Path) -> None:

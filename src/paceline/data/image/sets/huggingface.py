@@ -15,7 +15,7 @@ import numpy as np
 from paceline.data.image.dataset import DatasetRequest, StoredImages, probe
 from paceline.data.image.sets import IMAGENET, TABLE
 from paceline.data.image.sets.parquet import StoredTable, StreamSource, names_images, open_parquet
-from paceline.data.image.source import Names
+from paceline.data.image.source import NameArray
 from paceline.data.tables import TableFile, choose_splits, find_files, require_pyarrow
 from paceline.dataset_registry import Place, dataset
 from paceline.errors import DataError
@@ -61,7 +61,7 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
     images = (source.rows_of(number) for number in range(len(source.groups)))
     lengths = np.concatenate([binary_length(each).to_numpy().astype(np.int64) for each in images])
     for rows in table.parts.splits:
-        names = Names.of(source.names[row] for row in rows.tolist())
+        names = NameArray.of(source.names[row] for row in rows.tolist())
         for part in (lengths[rows], labels[rows], names.ends, names.blob):
             digest.update(np.ascontiguousarray(part).tobytes())
     probed = probe(source, table.parts.train.tolist())

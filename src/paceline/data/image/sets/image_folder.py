@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from paceline.data.disk_cache import Arrays, recall_arrays, remember_arrays, stamp_or_none
 from paceline.data.image.dataset import NOT_IMAGES, DatasetRequest, Problems, SkippedFile, StoredImages, file_splits
 from paceline.data.image.sets import FILES, IMAGENET
-from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSource
+from paceline.data.image.source import EXTENSIONS, FileSource, NameArray, SampleSource
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, data_error, did_you_mean
@@ -48,7 +48,7 @@ class Listing:
     """
 
     classes: tuple[str, ...]
-    names: Names
+    names: NameArray
     sizes: NDArray[np.int64]
     labels: NDArray[np.int64]
 
@@ -165,7 +165,7 @@ def _list_classes(
     hashed.update(b"".join(b"%s\0%d\n" % file for file in zip(names, sizes, strict=True)))
     return Listing(
         tuple(classes),
-        Names.of(names),
+        NameArray.of(names),
         np.array(sizes, dtype=np.int64),
         np.repeat(np.arange(len(classes), dtype=np.int64), counts),
     )
@@ -206,7 +206,9 @@ def _from_cache(
     for index, names in enumerate(classes):
         ends = np.concatenate([[0], np.cumsum(arrays[f"lengths{index}"].astype(np.int64))]).astype(np.int64)
         labels = np.repeat(np.arange(len(names), dtype=np.int64), arrays[f"counts{index}"])
-        listings.append(Listing(tuple(names), Names(arrays[f"joined{index}"], ends), arrays[f"sizes{index}"], labels))
+        listings.append(
+            Listing(tuple(names), NameArray(arrays[f"joined{index}"], ends), arrays[f"sizes{index}"], labels)
+        )
     for listing in listings:
         # Checks different files each time.
         for index in np.random.default_rng().permutation(len(listing.names))[:_SPOT_CHECKS].tolist():

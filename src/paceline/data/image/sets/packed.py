@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages, in_splits
 from paceline.data.image.mapped import ByteRanges, MappedBytes, MappedFile, MappedSource
 from paceline.data.image.sets import FILES, IMAGENET
-from paceline.data.image.source import Ids, Image, Names, SampleSource, with_channels
+from paceline.data.image.source import Ids, Image, NameArray, SampleSource, with_channels
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, data_error
 from paceline.files import refuse_special_inputs
@@ -56,7 +56,7 @@ def _checked(kind: type[T]) -> type[T]:
 
 
 @_checked
-class FileFacts:
+class PackedFile:
     """A file of the dataset.
 
     Attributes:
@@ -136,7 +136,7 @@ class Origin:
 
 
 @_checked
-class Manifest:
+class PackedManifest:
     """The content of ``packed.json``.
 
     Attributes:
@@ -159,12 +159,12 @@ class Manifest:
     native_size: tuple[Count, Count] | None
     digest: Digest
     left_out: tuple[LeftOut, ...]
-    index: FileFacts
+    index: PackedFile
     columns: dict[str, Column]
-    shards: tuple[FileFacts, ...]
+    shards: tuple[PackedFile, ...]
 
     @property
-    def files(self) -> tuple[FileFacts, ...]:
+    def files(self) -> tuple[PackedFile, ...]:
         """All files except ``packed.json``."""
         return (self.index, *self.shards)
 
@@ -180,7 +180,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Return the file's content, which includes a digest of itself."""
-        tree = TypeAdapter(Manifest).dump_python(self, mode="json")
+        tree = TypeAdapter(PackedManifest).dump_python(self, mode="json")
         head = {"format": FORMAT, "sha256": _own_digest(tree)}
         return (json.dumps({**head, **tree}, indent=1, ensure_ascii=False) + "\n").encode()
 
@@ -207,7 +207,7 @@ class Shard:
         return f"{self.split}-{self.number:05d}.arrow"
 
 
-def read_manifest(root: Path) -> Manifest:
+def read_manifest(root: Path) -> PackedManifest:
     """Read ``packed.json``.
 
     Raises:
@@ -236,7 +236,7 @@ def read_manifest(root: Path) -> Manifest:
         raise _damaged(path, "its content does not match its digest")
     try:
         # Via JSON text, because JSON lists are tuples here.
-        return TypeAdapter(Manifest).validate_json(json.dumps(tree))
+        return TypeAdapter(PackedManifest).validate_json(json.dumps(tree))
     except ValidationError as error:
         raise _damaged(path, error.errors()[0]["msg"]) from error
 
@@ -266,7 +266,7 @@ class PackedIndex:
     """
 
     label: Values
-    name: Names
+    name: NameArray
     height: Values
     width: Values
     ranges: ByteRanges
@@ -277,7 +277,7 @@ class PackedIndex:
         rows = slice(begin, end)
         return PackedIndex(
             label=self.label[rows],
-            name=Names(self.name.blob, self.name.ends[begin : end + 1]),
+            name=NameArray(self.name.blob, self.name.ends[begin : end + 1]),
             height=self.height[rows],
             width=self.width[rows],
             ranges=self.ranges.part(rows),
@@ -339,7 +339,7 @@ class PackedDataset:
     """
 
     root: Path
-    manifest: Manifest
+    manifest: PackedManifest
     content: MappedBytes
     index: PackedIndex
 
@@ -375,7 +375,7 @@ def open_packed(root: Path, *, check_index: bool = True) -> PackedDataset:
         _check_index(root, manifest, columns["label"], ranges)
     index = PackedIndex(
         label=columns["label"],
-        name=Names(columns["name"], columns["name_ends"]),
+        name=NameArray(columns["name"], columns["name_ends"]),
         height=columns["height"],
         width=columns["width"],
         ranges=ranges,
@@ -422,7 +422,7 @@ def packed_images(request: DatasetRequest) -> StoredImages:
     )
 
 
-def _check_index(root: Path, manifest: Manifest, labels: Ids, ranges: ByteRanges) -> None:
+def _check_index(root: Path, manifest: PackedManifest, labels: Ids, ranges: ByteRanges) -> None:
     """Validate the index: a wrong position would be read as an image, and a wrong class would reach the loss."""
     if len(labels) == 0:
         return

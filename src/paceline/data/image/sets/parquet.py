@@ -22,7 +22,7 @@ from paceline.data.image.dataset import DatasetRequest, Probe, StoredImages, in_
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.mapped import EncodedImages, MappedFile, mapped_files
 from paceline.data.image.sets import IMAGENET, TABLE
-from paceline.data.image.source import Ids, Names, SubsetSource
+from paceline.data.image.source import Ids, NameArray, SubsetSource
 from paceline.data.image.tables import ImageTable
 from paceline.data.splits import TRAIN, UNREAD_SPLITS, VALIDATION
 from paceline.data.tables import TableFile, explain_errors, files_ending_in, mapped, read_stream, require_pyarrow
@@ -86,7 +86,7 @@ class TableSource(EncodedImages):
         """
         self.channels = 3
         self.labels = labels
-        self.names = Names.of(names)
+        self.names = NameArray.of(names)
         self.leaf = column
         self.paths = mapped_files(paths)
         self.groups = [group for group in self._find_groups() if group.rows]

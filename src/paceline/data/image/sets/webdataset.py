@@ -24,7 +24,7 @@ from paceline.data.disk_cache import recall_arrays, remember_arrays
 from paceline.data.image.dataset import DatasetRequest, StoredImages, file_splits
 from paceline.data.image.mapped import ByteRanges, MappedBytes, MappedFile, MappedSource, mapped_files
 from paceline.data.image.sets import FILES, IMAGENET
-from paceline.data.image.source import EXTENSIONS, Ids, Names
+from paceline.data.image.source import EXTENSIONS, Ids, NameArray
 from paceline.data.labels import as_label, number_classes
 from paceline.data.splits import TRAIN, held_out_among, split_of
 from paceline.data.tables import files_ending_in
@@ -52,11 +52,11 @@ class TarIndex:
         special: Paths of links, devices and pipes, which are not read.
     """
 
-    names: Names
+    names: NameArray
     begin: Ids
     length: Ids
-    labels: Names
-    special: Names
+    labels: NameArray
+    special: NameArray
 
 
 def index_tar(file: MappedFile) -> TarIndex:
@@ -76,10 +76,10 @@ def index_tar(file: MappedFile) -> TarIndex:
         table = np.array(ranges, dtype=np.int64).reshape(-1, 2)
         arrays = {"begin": table[:, 0].copy(), "length": table[:, 1].copy()}
         for name, texts in (("names", names), ("labels", labels), ("special", special)):
-            joined = Names.of(texts)
+            joined = NameArray.of(texts)
             arrays |= {f"{name}_blob": joined.blob, f"{name}_ends": joined.ends}
         remember_arrays(memory, arrays)
-    columns = (Names(*(arrays[f"{name}_{of}"] for of in _PARTS)) for name in named)
+    columns = (NameArray(*(arrays[f"{name}_{of}"] for of in _PARTS)) for name in named)
     return TarIndex(begin=arrays["begin"], length=arrays["length"], **dict(zip(named, columns, strict=True)))
 
 
@@ -242,7 +242,7 @@ def _tars(pattern: str) -> list[Path]:
 
 def _read(
     tars: Sequence[Path], left_out: SkippedItems, digest: hashlib._Hash
-) -> tuple[MappedBytes, Names, list[int | str]]:
+) -> tuple[MappedBytes, NameArray, list[int | str]]:
     """Return the images' positions, names and labels as written."""
     files = mapped_files(tars)
     names: list[str] = []
@@ -262,7 +262,7 @@ def _read(
         )
     table = np.array(rows, dtype=np.int64)
     ranges = ByteRanges(file=table[:, 0].copy(), begin=table[:, 1].copy(), length=table[:, 2].copy())
-    found = Names.of(names)
+    found = NameArray.of(names)
     for sample, label in enumerate(labels):
         digest.update(f"{found.text(sample)}\0{ranges.length[sample]}\0{label}\n".encode())
     digest.update(b"\0")
