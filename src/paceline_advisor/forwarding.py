@@ -17,7 +17,7 @@ def forwarded(name: str) -> Callable[..., Any]:
     return forward
 
 
-class StandIn(Task):
+class TaskStandIn(Task):
     """A task that stands for another one, ``task``."""
 
     def __init__(self, task: Task) -> None:

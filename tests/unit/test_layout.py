@@ -58,7 +58,7 @@ def test_the_core_names_no_other_package() -> None:
 def floor_problems(page: str, layers: list[set[str]]) -> list[str]:
     """Return how a page's table of floors differs from the layers that imports are held to, both from the top."""
     problems, left = [], [*layers]
-    for row in re.findall(r"^\| (\d \|.*?) \|", page, re.MULTILINE):
+    for row in re.findall(r"^\| (\d+ \|.*?) \|", page, re.MULTILINE):
         named, found = re.findall(r"`(\w+)`", row), set[str]()
         while left and left[0] & {*named}:
             found |= left.pop(0)

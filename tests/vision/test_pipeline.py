@@ -13,7 +13,7 @@ from paceline.data.image.decode import BrokenImageError
 from paceline.data.order import StepGeometry
 from paceline.recipe.data import Augment, GeneratedBoxes
 from paceline.world import World
-from paceline_vision.detection.dataset import BoxDataset, Objects
+from paceline_vision.detection.dataset import BoxDataset, DetectedObjects
 from paceline_vision.segmentation.dataset import IGNORED, MaskDataset, from_objects
 from paceline_vision.segmentation.pipeline import MaskPipeline, MaskView, fitted_size
 from paceline_vision.sets.shapes import open_shapes
@@ -141,9 +141,9 @@ def test_where_classes_overlap_nothing_is_learned() -> None:
         def read(self, sample: int) -> Any:
             return np.zeros((2, 3 + sample, 3), dtype=np.uint8)
 
-        def objects(self, sample: int, *, masks: bool) -> Objects:
+        def objects(self, sample: int, *, masks: bool) -> DetectedObjects:
             drawn = np.array([[[1, 1, 0]] * 2, [[0, 1, 1]] * 2, [[1, 1, 0]] * 2], dtype=np.uint8)
-            return Objects(
+            return DetectedObjects(
                 boxes=np.zeros((3, 4)), labels=np.array([0, 4, 0]), crowd=np.zeros(3, dtype=bool), masks=drawn
             )
 

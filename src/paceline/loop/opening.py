@@ -83,7 +83,7 @@ class Given:
         return replace(loaded, name=self.run_dir.name, origins=origins)
 
 
-class Source:
+class SampleStream:
     """Samples of the program, as batches of its ``collate`` on the loop's device.
 
     Args:
@@ -150,10 +150,10 @@ class LoopSubject(Subject):
         with _recorded_command(launch):
             self._join(launch)
 
-    def open_source(self, samples: Samples, *, training: bool) -> Source:
+    def open_source(self, samples: Samples, *, training: bool) -> SampleStream:
         """Start reading samples; the loader processes end with the run."""
         seed, workers = self.recipe.seed, self.workers
-        source = Source(samples, seed=seed, training=training, workers=workers, device=self.device)
+        source = SampleStream(samples, seed=seed, training=training, workers=workers, device=self.device)
         self.callback(source.backend.close)
         return source
 

@@ -29,7 +29,7 @@ from paceline.distributed.collectives import Collectives
 from paceline.distributed.strategy import ControlFlags, Heartbeat
 from paceline.errors import CheckpointError, LoopError, RunDirectoryError, StoppedError, TrainingError
 from paceline.loop.kept import Kept
-from paceline.loop.opening import LoopSubject, Source
+from paceline.loop.opening import LoopSubject, SampleStream
 from paceline.loop.scores import Scores, modes_restored
 from paceline.records.events import EvaluationEvent, StartEvent, Status, StepEvent, StopEvent
 from paceline.records.ledger import LedgerWriter, ledger_path
@@ -120,7 +120,7 @@ class Turns:
         self._loss: torch.Tensor | None = None
         self._logged: dict[str, torch.Tensor] = {}
         self._evaluations: list[EvaluationEvent] = []
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, SampleStream] = {}
         self._wanted, self._waited = ControlFlags(), 0
 
     def take(self) -> Iterator[tuple[int, Any]]:
@@ -365,7 +365,7 @@ class Turns:
         check_loss(totals.loss, run.recorder, run.last_good)
 
     @contextlib.contextmanager
-    def evaluate(self, source: Source, name: str) -> Iterator[Scores]:
+    def evaluate(self, source: SampleStream, name: str) -> Iterator[Scores]:
         """Score held-out samples; the record follows that of the step."""
         run, samples, started = self.run, len(source.samples), time.perf_counter()
         modules, position = self.kept.modules(), run.progress.position + 1

@@ -26,7 +26,7 @@ from paceline.tasks.task import Task, build_task
 from paceline.trainer.fake_batch import fixed_batch, largest_micro_batch, one_batch
 from paceline.world import World
 from paceline_advisor import frozen
-from paceline_advisor.forwarding import PassesOn, StandIn, forwarded
+from paceline_advisor.forwarding import PassesOn, TaskStandIn, forwarded
 
 REFERENCE = "paceline_advisor.memory.batch_trial:task"
 CONFIG_VARIABLE = "PACELINE_BATCH_TRIAL"
@@ -61,7 +61,7 @@ def task(recipe: Recipe) -> Task:
     return TrialTask(build_task(replace(recipe, task=config.task)), config)
 
 
-class TrialTask(StandIn):
+class TrialTask(TaskStandIn):
     """A task with as many samples as a trial needs: a few repeated ones, each with weight 1.
 
     Args:

@@ -167,7 +167,7 @@ class MicroBatchMemory:
 
 
 @frozen
-class Fit:
+class FittingMicroBatch:
     """The largest micro-batch that fits on a device.
 
     Attributes:
@@ -226,7 +226,7 @@ class MemoryEstimate:
     largest: int | None
     micro_size: int | None
     verified: float | None
-    devices: tuple[Fit, ...]
+    devices: tuple[FittingMicroBatch, ...]
     savings: tuple[Saving, ...]
     verdict: ChosenStrategy
     notices: tuple[str, ...]
@@ -362,7 +362,7 @@ class MemoryEstimate:
             )
         return lines
 
-    def _samples(self, fit: Fit) -> str:
+    def _samples(self, fit: FittingMicroBatch) -> str:
         if fit.largest is None:
             # The precision that train.precision=auto uses there.
             instead = "" if self.asked_precision == "auto" else "with train.precision=auto "
@@ -484,7 +484,7 @@ def _largest(job: SimulatedRun, memory: int) -> tuple[int, float | None]:
     return low, verified
 
 
-def _fits(job: SimulatedRun, machine: MachineFacts, largest: int | None) -> Iterator[Fit]:
+def _fits(job: SimulatedRun, machine: MachineFacts, largest: int | None) -> Iterator[FittingMicroBatch]:
     """Yield what fits on each known device; for the requested device, this is ``largest``."""
     for device in DEVICES.values():
         if job.plan.precision != "fp32" and device.peak(job.plan.precision) is None:
@@ -493,7 +493,7 @@ def _fits(job: SimulatedRun, machine: MachineFacts, largest: int | None) -> Iter
             most = largest
         else:
             most = job.largest(device.memory_bytes, roughly=True)
-        yield Fit(device=device.name, memory=device.memory_bytes, largest=most)
+        yield FittingMicroBatch(device=device.name, memory=device.memory_bytes, largest=most)
 
 
 def _notices(job: SimulatedRun) -> Iterator[str]:

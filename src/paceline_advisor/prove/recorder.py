@@ -27,7 +27,7 @@ from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Model, Task, build_task
 from paceline.world import World
 from paceline_advisor import frozen
-from paceline_advisor.forwarding import PassesOn, StandIn, forwarded
+from paceline_advisor.forwarding import PassesOn, TaskStandIn, forwarded
 
 Verdict = Literal["passed", "failed", "not applicable"]
 
@@ -297,7 +297,7 @@ def recorder(recipe: Recipe) -> RecordingTask:
     return RecordingTask(build_task(replace(recipe, task=config.task)), config)
 
 
-class RecordingTask(StandIn):
+class RecordingTask(TaskStandIn):
     """A task that forwards everything to another one, and records its calls.
 
     Only three things differ from the task itself: there are fewer samples, the network computes in float64 if

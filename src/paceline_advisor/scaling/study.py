@@ -50,7 +50,7 @@ from paceline_advisor.scaling.room import (
 
 
 @frozen
-class Loop:
+class LoopOverhead:
     """What a training loop asks of its host.
 
     Attributes:
@@ -66,9 +66,9 @@ class Loop:
     loaders_per_device: Mapping[str, int] = field(default_factory=dict)
 
 
-LOOPS: Mapping[str, Loop] = {
+LOOPS: Mapping[str, LoopOverhead] = {
     # It waits for fp16's overflow check only; benchmarks/results/input-pipeline-folder, ddp-host.
-    "paceline": Loop(
+    "paceline": LoopOverhead(
         waits={"fp32": 0, "bf16": 0, "fp8": 0, "fp16": 1},
         seconds_per_sample=1.37e-3,
         seconds_per_tensor=OWN_HOST_SECONDS,
@@ -76,7 +76,7 @@ LOOPS: Mapping[str, Loop] = {
     # Two waits: the step's own synchronize and, in mixed precision, the gradient scaler's check. Image times are those
     # of torchvision and Pillow in Paceline's benchmark. From NVIDIA DeepLearningExamples, PyTorch/Classification/
     # ConvNets: image_classification/training.py, configs.yml; benchmarks/results/input-pipeline-folder.
-    "nvidia-convnets": Loop(
+    "nvidia-convnets": LoopOverhead(
         waits={"fp32": 1, "bf16": 2, "fp8": 2, "fp16": 2},
         seconds_per_sample=2.65e-3,
         loaders_per_device={"dgx-1": 8, "dgx-1-32gb": 8, "dgx-2": 8, "dgx-a100": 10, "dgx-a100-40gb": 10},

@@ -16,7 +16,7 @@ from paceline.data.splits import Source
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objects:
+class DetectedObjects:
     """The M objects of a picture.
 
     Attributes:
@@ -32,13 +32,13 @@ class Objects:
     crowd: NDArray[np.bool_]
     masks: NDArray[np.uint8] | None = None
 
-    def trainable(self, height: int, width: int) -> Objects:
+    def trainable(self, height: int, width: int) -> DetectedObjects:
         """Return which objects a network can learn from: not crowds, empty boxes or empty masks."""
         boxes = np.clip(self.boxes, 0, np.array([width, height, width, height], dtype=np.float64))
         keep = ~self.crowd & (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
         keep &= True if self.masks is None else self.masks.max(axis=(1, 2)) > 0
         masks = None if self.masks is None else self.masks[keep]
-        return Objects(boxes=boxes[keep], labels=self.labels[keep], crowd=self.crowd[keep], masks=masks)
+        return DetectedObjects(boxes=boxes[keep], labels=self.labels[keep], crowd=self.crowd[keep], masks=masks)
 
 
 class BoxSource(Source[Image], Protocol):
@@ -49,7 +49,7 @@ class BoxSource(Source[Image], Protocol):
         """Height and width of each picture, [len, 2]; available without reading it."""
         ...
 
-    def objects(self, sample: int, *, masks: bool) -> Objects:
+    def objects(self, sample: int, *, masks: bool) -> DetectedObjects:
         """Return its objects and, if requested, their masks.
 
         Raises:
@@ -91,7 +91,7 @@ class BoxSubset:
         """Return the picture, uint8 [H, W, 3]."""
         return self.source.read(int(self.chosen[sample]))
 
-    def objects(self, sample: int, *, masks: bool) -> Objects:
+    def objects(self, sample: int, *, masks: bool) -> DetectedObjects:
         """Return its objects."""
         return self.source.objects(int(self.chosen[sample]), masks=masks)
 

@@ -28,7 +28,7 @@ from paceline.data.pipeline import SimplePipeline, prefetch_map
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.recipe.data import Boxes
-from paceline_vision.detection.dataset import BoxDataset, BoxSource, Objects, read_fitting
+from paceline_vision.detection.dataset import BoxDataset, BoxSource, DetectedObjects, read_fitting
 
 Target = dict[str, Tensor]
 
@@ -185,7 +185,7 @@ def as_tensor(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
 
-def target_of(objects: Objects) -> Target:
+def target_of(objects: DetectedObjects) -> Target:
     """Return a picture's objects as tensors; classes start at 1, since 0 is the background."""
     target = {
         "boxes": torch.from_numpy(objects.boxes.astype(np.float32)),

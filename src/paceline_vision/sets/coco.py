@@ -26,7 +26,7 @@ from paceline.errors import DataError
 from paceline.files import SkippedItems, list_files, refuse_archive, refuse_special_inputs
 from paceline.plain_text import load_json, one_form, utf8
 from paceline.recipe.data import Data
-from paceline_vision.detection.dataset import BoxDataset, Objects
+from paceline_vision.detection.dataset import BoxDataset, DetectedObjects
 from paceline_vision.detection.plausibility import implausible
 from paceline_vision.inspection import pictures_with_boxes
 from paceline_vision.sets.shapes import assumed_shapes
@@ -181,7 +181,7 @@ class CocoSource:
         """Decode the picture as stored, without EXIF rotation, to match the annotations; raises BrokenImageError."""
         return decode(self.path(sample), 3, turned=False)
 
-    def objects(self, sample: int, *, masks: bool) -> Objects:
+    def objects(self, sample: int, *, masks: bool) -> DetectedObjects:
         """Return its annotations."""
         annotations, row = self._annotations, int(self._samples[sample])
         rows = slice(int(annotations.bounds[row]), int(annotations.bounds[row + 1]))
@@ -192,7 +192,7 @@ class CocoSource:
             pixels = np.zeros((rows.stop - rows.start, height, width), dtype=np.uint8)
             for index, outline in enumerate(annotations.outlines[rows]):
                 pixels[index] = mask_of(outline, height, width)
-        return Objects(
+        return DetectedObjects(
             boxes=annotations.boxes[rows], labels=annotations.labels[rows], crowd=annotations.crowd[rows], masks=pixels
         )
 

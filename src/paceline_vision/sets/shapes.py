@@ -18,7 +18,7 @@ from paceline.data.image.source import Image
 from paceline.data.random_draws import uniforms
 from paceline.dataset_registry import dataset
 from paceline.recipe.data import Data, GeneratedBoxes
-from paceline_vision.detection.dataset import BoxDataset, Objects
+from paceline_vision.detection.dataset import BoxDataset, DetectedObjects
 
 CLASSES = ("disc", "rectangle", "triangle")
 
@@ -72,10 +72,10 @@ class ShapeSource:
         """Draw the picture, uint8 [H, W, 3]; read-only."""
         return self._drawn(self.first + sample)[0]
 
-    def objects(self, sample: int, *, masks: bool) -> Objects:
+    def objects(self, sample: int, *, masks: bool) -> DetectedObjects:
         """Return the drawn objects; boxes enclose their visible pixels."""
         _, labels, masks_visible = self._drawn(self.first + sample)
-        return Objects(
+        return DetectedObjects(
             boxes=np.array([_box(each) for each in masks_visible]).reshape(-1, 4),
             labels=labels,
             crowd=np.zeros(len(labels), dtype=bool),
@@ -203,10 +203,10 @@ class _Blank:
         """Return a black picture, uint8 [H, W, 3]."""
         return np.zeros((*self.sizes[sample], 3), dtype=np.uint8)
 
-    def objects(self, sample: int, *, masks: bool) -> Objects:
+    def objects(self, sample: int, *, masks: bool) -> DetectedObjects:
         """Return its objects, each in the upper left quarter."""
         height, width = self.sizes[sample]
-        return Objects(
+        return DetectedObjects(
             boxes=np.tile(np.array([0.0, 0.0, width / 2, height / 2]), (OBJECTS, 1)),
             labels=np.arange(OBJECTS),
             crowd=np.zeros(OBJECTS, dtype=bool),
