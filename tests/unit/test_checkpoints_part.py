@@ -124,7 +124,9 @@ def damage_a_bit(file: Path) -> None:
 @pytest.mark.everyday
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.json", "manifest.json"])
 @pytest.mark.parametrize(
-    "damage", [damage_a_bit, lambda file: os.truncate(file, file.stat().st_size // 2), Path.unlink], ids=str
+    "damage",
+    [damage_a_bit, lambda file: os.truncate(file, file.stat().st_size // 2), Path.unlink],
+    ids=["a bit", "half", "gone"],
 )
 def test_damaged_checkpoint_is_passed_over(tmp_path: Path, name: str, damage: Callable[[Path], object]) -> None:
     saved(tmp_path, 2, 3)
