@@ -179,6 +179,8 @@ class _Overrides:
     """Overrides by key; an argument and an override of the same key are refused."""
 
     def __init__(self, overrides: Overrides) -> None:
+        if isinstance(overrides, str):
+            raise RecipeError(f"overrides is the text {overrides!r}; give a dict, or a list of texts.", key="overrides")
         if isinstance(overrides, Mapping):
             self.values: dict[str, Any] = dict(overrides)
         else:
@@ -239,6 +241,8 @@ def _lr_of(optimizer: Callable[..., Any], model: Any) -> float:
 
 
 def _checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise RecipeError(f"metrics is a {type(metrics).__name__}; give a dict of functions by name.", key="metrics")
     found = dict(metrics or {})
     for name, each in found.items():
         if not name.isidentifier() or not callable(each):

@@ -68,6 +68,8 @@ def train(
     Raises:
         PacelineError: For every mistake in the recipe, the data or the directory.
     """
+    if not isinstance(processes, int) or processes < 1:
+        raise RecipeError(f"processes is {processes!r}; give a whole number from 1.", key="processes", value=processes)
     if processes > 1 and read_launch(os.environ).world.world_size > 1:
         raise RecipeError(f"processes={processes}: this process is one of several already; leave processes out.")
     directory = None if run_dir is None else Path(os.path.expanduser(run_dir))
@@ -85,7 +87,7 @@ def train(
         resume=os.path.expanduser(resume),
         display=None if quiet else choose_display(sys.stdout),
         task=task,
-        callbacks=Callbacks(callbacks),
+        callbacks=Callbacks(callbacks or ()),
         report=_write_report,
     )
     with trusting_code():  # training a recipe runs the code it names

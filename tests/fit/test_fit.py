@@ -23,6 +23,9 @@ Y = X @ torch.arange(5.0) + 0.1 * torch.randn(140, generator=torch.Generator().m
 TRAIN, HELD_OUT = (X[:100], Y[:100]), (X[100:], Y[100:])
 
 
+OTHER = nn.Linear(5, 1)
+
+
 class Linear(nn.Module):
     def __init__(self, inputs: int = 5) -> None:
         super().__init__()
@@ -47,7 +50,8 @@ def fit(runs: Path) -> Fit:
             "batch_size": 20,
         }
         arguments |= {"lr": 0.05, "optimizer": torch.optim.Adam, "quiet": True} | given
-        arguments["overrides"] = quick | arguments.get("overrides", {})
+        if isinstance(arguments.get("overrides", {}), dict):
+            arguments["overrides"] = quick | arguments.get("overrides", {})
         return paceline.fit(**arguments, run_dir=runs / name)
 
     return run
@@ -91,6 +95,27 @@ def test_the_weights_are_those_of_a_loop_of_one_s_own(fit: Fit, given: str) -> N
     result = fit("run", model=network, **made)
     assert result.model is network
     assert_same(network.state_dict(), expected)
+
+
+def test_each_group_has_its_own_schedule(fit: Fit) -> None:
+    def groups(parameters: Any) -> Any:
+        weight, bias = parameters
+        return torch.optim.SGD([{"params": [weight], "lr": 0.01}, {"params": [bias], "lr": 0.1}], momentum=0.9)
+
+    def schedule(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.02, 0.2], total_steps=20)
+
+    own = seeded()
+    optimizer = groups(own.parameters())
+    expected = by_hand(own, optimizer, schedule=schedule(optimizer))
+    result = fit("run", model=seeded(), optimizer=groups, lr=None, schedule=schedule)
+    assert_same(result.model.state_dict(), expected)
+
+
+def test_a_resume_says_what_has_changed(fit: Fit, capsys: pytest.CaptureFixture[str]) -> None:
+    fit("run", overrides={"train.until": "3 steps"})
+    fit("run", loss=lambda outputs, targets: 2 * F.mse_loss(outputs, targets), quiet=False)
+    assert "loss has changed since the run started" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
@@ -345,6 +370,19 @@ class Gone(Pairs):
             "ends before the run",
         ),
         ({"schedule_interval": "day"}, "choose 'step' or 'epoch'"),
+        ({"schedule": torch.optim.lr_scheduler.CosineAnnealingLR}, "schedule failed with TypeError"),
+        ({"optimizer": lambda _: torch.optim.SGD(OTHER.parameters(), lr=1.0), "lr": None}, "0 of the 2 parameters"),
+        ({"optimizer": lambda p: torch.optim.SGD(list(p)[:1], lr=1.0), "lr": None}, "1 of the 2 parameters"),
+        ({"loss": nn.MSELoss}, "give MSELoss()"),
+        ({"loss": nn.Sequential(nn.Linear(1, 1))}, "parameters of its own (0.weight"),
+        ({"model": nn.Linear}, "model failed with TypeError"),
+        ({"model": lambda: nn.LazyLinear(1)}, "layers without sizes"),
+        ({"model": nn.Identity()}, "no parameter that can be trained"),
+        ({"model": nn.Linear(5, 1, device="meta")}, "device meta"),
+        ({"metrics": [F.l1_loss]}, "give a dict of functions"),
+        ({"overrides": "train.ema=0.9"}, "give a dict, or a list of texts"),
+        ({"processes": 0}, "a whole number from 1"),
+        ({"weights": lambda sample: 1.5}, "one whole number"),
         ({"weights": np.ones(3, int)}, "3 numbers for 140 samples"),
         ({"weights": np.ones(140)}, "one whole number"),
         ({"overrides": {"train.duration": "3 steps"}}, "leave one out"),

@@ -113,8 +113,9 @@ def build_schedules(recipe: Recipe, plan: Plan) -> Schedules:
 
 def apply_settings(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
     """Set the step's values on every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = settings.learning_rate * group.get("lr_factor", 1.0)
+    for number, group in enumerate(optimizer.param_groups):
+        scaled = settings.learning_rate * group.get("lr_factor", 1.0)
+        group["lr"] = settings.of_groups[number] if settings.of_groups else scaled
         if settings.momentum is not None and group.get("momentum_moves", True):
             if "momentum" in group:
                 group["momentum"] = settings.momentum

@@ -6,23 +6,37 @@ import copy
 import inspect
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from paceline.errors import RecipeError
+from paceline.errors import PacelineError, RecipeError
 from paceline.plan.rates import LearningRate, OptimizerSettings, Schedules
 
 _TRIED_STEPS = 100_000
 
 
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Report an error in what was given by its name.
+
+    Raises:
+        RecipeError: Instead of the error.
+    """
+    try:
+        yield
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise RecipeError(f"{what} failed with {type(error).__name__}: {error}; correct it.", key=what) from error
+
+
 def own_optimizer(given: Any, network: nn.Module, lr: float | None) -> torch.optim.Optimizer:
     """Return an optimizer for a network.
-
-    Its groups keep the ratios of their learning rates, and follow the schedule of the first one's.
 
     Args:
         given: A class, called with the parameters and ``lr``, or a function of the parameters.
@@ -33,13 +47,9 @@ def own_optimizer(given: Any, network: nn.Module, lr: float | None) -> torch.opt
         RecipeError: If it gives no optimizer that works for every step by itself.
     """
     parameters = [each for each in network.parameters() if each.requires_grad]
-    try:
+    with _explained("optimizer"):
         is_class = inspect.isclass(given)
         built = given(parameters, **({} if lr is None else {"lr": lr})) if is_class else given(parameters)
-    except (TypeError, ValueError) as error:
-        raise RecipeError(
-            f"optimizer failed with {type(error).__name__}: {error}; correct it.", key="optimizer"
-        ) from error
     if not isinstance(built, torch.optim.Optimizer):
         raise RecipeError(
             f"optimizer gave a {type(built).__name__}, but it must give a torch.optim.Optimizer.", key="optimizer"
@@ -49,6 +59,14 @@ def own_optimizer(given: Any, network: nn.Module, lr: float | None) -> torch.opt
         raise RecipeError(
             f"optimizer={type(built).__name__} computes the loss several times in a step, which a run cannot repeat; "
             "use another, for example AdamW.",
+            key="optimizer",
+        )
+    held = [id(each) for group in built.param_groups for each in group["params"]]
+    if {*held} != {*map(id, parameters)}:
+        raise RecipeError(
+            f"optimizer holds {len({*held} & {*map(id, parameters)})} of the {len(parameters)} parameters that are "
+            f"trained, and {len({*held} - {*map(id, parameters)})} others; use those that it is called with, and set "
+            "requires_grad=False for what should stay.",
             key="optimizer",
         )
     base = float(built.param_groups[0]["lr"])
@@ -122,11 +140,16 @@ def scheduled_twin(
     twin = copy.deepcopy(optimizer, memo=dict(shared))
     for group in twin.param_groups:
         group.pop("initial_lr", None)
-    scheduler = make(twin)
+    with _explained("schedule"):
+        scheduler = make(twin)
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise RecipeError(
             f"schedule gave a {type(scheduler).__name__}, but it must give a torch.optim.lr_scheduler.LRScheduler.",
             key="schedule",
+        )
+    if getattr(scheduler, "optimizer", twin) is not twin:
+        raise RecipeError(
+            "schedule moves another optimizer than the one that it is called with; use that.", key="schedule"
         )
     if "metrics" in inspect.signature(scheduler.step).parameters:
         raise RecipeError(
@@ -161,4 +184,5 @@ class _Moved:
     def _now(self) -> OptimizerSettings:
         group = self._optimizer.param_groups[0]
         momentum = group.get("momentum", group.get("betas", (None,))[0])
-        return OptimizerSettings(learning_rate=float(group["lr"]), momentum=momentum)
+        rates = tuple(float(each["lr"]) for each in self._optimizer.param_groups)
+        return OptimizerSettings(learning_rate=rates[0], momentum=momentum, of_groups=rates)

@@ -430,11 +430,13 @@ class OptimizerSettings:
         learning_rate: Learning rate of a group with factor 1.
         momentum: Momentum, or the first beta.
         weight_decay: Weight decay of a group with factor 1.
+        of_groups: Learning rate of each group; empty if it follows from the groups' factors.
     """
 
     learning_rate: float
     momentum: float | None = None
     weight_decay: float | None = None
+    of_groups: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from paceline.data.batch import Batch, Nested, identity, joined_along_samples, mapped
 from paceline.data.image.pipeline import ImagePipeline, OpenedSplit, share_of_cores
@@ -89,7 +92,8 @@ def named_objects(recipe: Recipe) -> Objects:
                 key=f"objects.{key}",
                 value=name,
             )
-        found[key] = load_reference(name, RecipeError)
+        value = load_reference(name, RecipeError)
+        found[key] = value() if inspect.isclass(value) and (key == "loss" or key.startswith("metrics.")) else value
     if missing := [key for key in ("model", "train_set", "loss") if key not in found]:
         raise RecipeError(
             f"task=fit needs objects.{missing[0]}; runs of paceline.fit name it.", key=f"objects.{missing[0]}"
@@ -125,8 +129,18 @@ def gather(
         raise RecipeError(
             f"model is a {type(model).__name__}; give a torch.nn.Module, or a function that makes one.", key="model"
         )
-    if not callable(loss):
-        raise RecipeError(f"loss is a {type(loss).__name__}; give a function such as F.cross_entropy.", key="loss")
+    if isinstance(model, nn.Module) and any(each.is_meta for each in model.parameters()):
+        raise RecipeError("model has no values (device meta); give it some, or a function that makes it.", key="model")
+    if inspect.isclass(loss) or not callable(loss):
+        found = f"the class {loss.__name__}" if inspect.isclass(loss) else f"a {type(loss).__name__}"
+        way = f"{loss.__name__}()" if inspect.isclass(loss) else "a function such as F.cross_entropy"
+        raise RecipeError(f"loss is {found}; give {way}.", key="loss")
+    if isinstance(loss, nn.Module) and (own := [name for name, _ in loss.named_parameters()]):
+        raise RecipeError(
+            f"loss has parameters of its own ({', '.join(own[:3])}), which would not be trained: make them part of the "
+            "model, and give loss(model, batch).",
+            key="loss",
+        )
     if (schedule := others.get("schedule")) is not None and not callable(schedule):
         kind = type(schedule).__name__
         raise RecipeError(
@@ -166,7 +180,7 @@ def weigh(weights: Any, train: Samples, held_out: Samples | None) -> tuple[Sampl
     """
     if callable(weights):
         sets = (train,) if held_out is None else (train, held_out)
-        counted = [np.array([int(weights(each.read(i))) for i in range(len(each))], dtype=np.int64) for each in sets]
+        counted = [np.array([weights(each.read(i)) for i in range(len(each))]) for each in sets]
     else:
         pair = weights if isinstance(weights, tuple) else (weights,)
         counted = [np.asarray(each) for each in pair]
@@ -246,7 +260,7 @@ class Fit(Task):
         workers, reason = self._choose_workers(world)
         digests = [each.digest for each in self._readings.values()]
         counts = [len(each) for each in self._splits.values()]
-        description: dict[str, Any] = {"workers": workers, "samples": counts}
+        description: dict[str, Any] = {"workers": workers, "samples": counts, "objects": self._fingerprints()}
         if all(digests):
             description["digest"] = "-".join(digests)
         if differences := [each.difference for each in self._readings.values() if each.difference]:
@@ -266,6 +280,11 @@ class Fit(Task):
             unused=unused,
             left_out=tuple(sentence for each in self._splits.values() for sentence in each.left_out),
         )
+
+    def _fingerprints(self) -> dict[str, str]:
+        """Return digests of what no recipe tells, so that a resume can say what has changed."""
+        given = {name: getattr(self.objects, name) for name in ("model", "loss", "optimizer", "schedule")}
+        return {name: fingerprint(each) for name, each in given.items() if each is not None}
 
     def _choose_workers(self, world: World) -> tuple[int, str]:
         requested = self.recipe.data.workers
@@ -317,7 +336,16 @@ class Fit(Task):
     def build_model(self) -> nn.Module:
         """Return a copy of the network that was given, or one that the function makes."""
         given = self.objects.model
-        network = copy.deepcopy(given) if isinstance(given, nn.Module) else given()
+        try:
+            network = copy.deepcopy(given) if isinstance(given, nn.Module) else given()
+        except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+            if isinstance(error, NotImplementedError) or not isinstance(given, nn.Module):
+                raise ModelError(
+                    f"model failed with {type(error).__name__}: {error}; give a module with values, or a function that "
+                    "makes one without arguments.",
+                    key="model",
+                ) from error
+            raise
         if not isinstance(network, nn.Module):
             raise ModelError(
                 f"model returned a {type(network).__name__}, but it must return a torch.nn.Module.", key="model"
@@ -326,6 +354,10 @@ class Fit(Task):
 
     def check_network(self, network: nn.Module) -> None:
         """Try the loss and the metrics on two samples, and the optimizer, without changing anything."""
+        if any(isinstance(each, UninitializedParameter) for each in network.parameters()):
+            raise ModelError("model has layers without sizes (Lazy…); call it once with a batch before.", key="model")
+        if not any(each.requires_grad for each in network.parameters()):
+            raise ModelError("model has no parameter that can be trained (requires_grad).", key="model")
         if any(each.is_meta for each in network.parameters()):
             return
         trial = copy.deepcopy(network)
@@ -504,7 +536,7 @@ class Fit(Task):
                 if isinstance(read, ReadFailure):
                     raise DataError(read.message)
                 has_targets = self._parts(read) == parts
-                made.append(call(network, divide(batch)[0] if has_targets else without_wrapper(batch)))
+                made.append(self._answer(network, divide(batch)[0] if has_targets else without_wrapper(batch)))
         return joined_along_samples(made)
 
     def _reader_of(self, samples: Samples) -> KeyedReader:
@@ -547,6 +579,19 @@ def _tensors(value: Nested) -> list[Tensor]:
     found: list[Tensor] = []
     mapped(found.append, value)
     return found
+
+
+def fingerprint(value: Any) -> str:
+    """Return a digest of what code does, as far as can be seen: the layers of a module, or a function's code."""
+    if isinstance(value, functools.partial):
+        text = f"{fingerprint(value.func)} {value.args} {value.keywords}"
+    elif isinstance(value, FunctionType):
+        code = value.__code__
+        plain = [each for each in code.co_consts if not isinstance(each, CodeType)]
+        text = f"{code.co_code.hex()} {code.co_names} {plain}"
+    else:
+        text = repr(value) if isinstance(value, nn.Module | type) else type(value).__qualname__
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def divide(batch: Any) -> tuple[Nested, Nested]:

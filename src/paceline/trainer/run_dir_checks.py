@@ -664,6 +664,12 @@ def _notices(directory: RunDirectory, plan: Mapping[str, Any], request: ResumeRe
             effect = "the same samples, differently mixed, but not the same bits" if is_mixed else _NUMERICS_DIFFER
             value = getattr(current, number)
             compare(name, plan.get(number, value), value, effect)
+    before, now = (each.get("objects", {}) for each in (plan["data"], current.data))
+    notices += [
+        f"{name} has changed since the run started, which goes on with it"
+        for name in before
+        if name in now and before[name] != now[name]
+    ]
     torch_now = request.device_facts["torch"]
     with contextlib.suppress(RunDirectoryError):
         compare("torch", reader.read_environment(directory).get("torch", torch_now), torch_now, _NUMERICS_MAY_DIFFER)

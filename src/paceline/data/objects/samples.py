@@ -185,6 +185,8 @@ def _of_loader(loader: DataLoader[Any], role: str, collate: Collate | None) -> S
         loader.dataset, role, collate or (None if loader.collate_fn is default_collate else loader.collate_fn)
     )
     left_out = {
+        "its samples are shuffled, also if the DataLoader does not": role == "train_set"
+        and type(getattr(batches, "sampler", None)) is SequentialSampler,
         "an epoch's smaller last batch is used too": loader.drop_last,
         "the generators are seeded for each sample, and nothing else when a worker starts": loader.worker_init_fn,
     }
