@@ -19,7 +19,8 @@ from paceline.errors import CheckpointError, RecipeError
 from paceline.optim.own import own_optimizer
 from paceline.recipe.load import Overrides, load_recipe
 from paceline.references import trusting_code
-from paceline.tasks.objects import Fit, Objects, gather
+from paceline.tasks.given_objects import Objects, gather
+from paceline.tasks.objects import Fit
 from paceline.trainer.result import TrainResult
 from paceline.training import train
 

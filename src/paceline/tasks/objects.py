@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
-from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -23,7 +20,7 @@ from paceline.data.image.pipeline import ImagePipeline, OpenedSplit, share_of_co
 from paceline.data.loaders.pytorch import LoaderBackend, ReadFailure
 from paceline.data.objects.keyed import KeyedReader
 from paceline.data.objects.purity import Reading, read_again
-from paceline.data.objects.samples import Samples, take_apart
+from paceline.data.objects.samples import Samples
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleSlice, SampleWeights, first_samples
 from paceline.errors import DataError, ModelError, RecipeError
@@ -37,11 +34,10 @@ from paceline.plan.rates import Schedules
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Optimizer
 from paceline.recipe.unused import all_but
-from paceline.references import is_reference, load_reference
+from paceline.tasks.given_objects import Objects, fingerprint, named_objects, takes_model
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
-_MODEL_NAMES = {"model", "net", "network", "module"}
 _TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 _LOWER_IS_BETTER = ("loss", "error", "mae", "mse", "distance", "perplexity", "nll")
 # Where a batch is read in less time, handing it over from another process takes longer.
@@ -49,166 +45,6 @@ _FAST_SECONDS = 0.005
 _TRIED = 2
 _LOG = logging.getLogger("paceline.fit")
 _CONSEQUENCE = "a resume, or another number of workers or processes, will not repeat this run exactly."
-
-
-@dataclass(frozen=True, kw_only=True)
-class Objects:
-    """What `paceline.fit` was given; see there.
-
-    Attributes:
-        weights: Whole numbers that weigh the training samples in the loss, and the held-out samples; None: all alike.
-        optimizer: Makes the optimizer from the network; None for the recipe's.
-        schedule: Makes a torch scheduler from the optimizer; None for the recipe's.
-        schedule_interval: ``step`` or ``epoch``: how often the scheduler moves.
-    """
-
-    model: nn.Module | Callable[[], nn.Module]
-    train_set: Samples
-    held_out: Samples | None
-    loss: Callable[..., Any]
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    weights: tuple[SampleWeights, SampleWeights | None] | None = None
-    optimizer: Any = None
-    schedule: Any = None
-    schedule_interval: str = "step"
-
-
-PARTS = ("model", "train_set", "held_out", "loss", "metrics", "collate", "weights", "optimizer", "schedule")
-"""What a run is made of, besides the recipe."""
-
-
-def named_objects(recipe: Recipe) -> Objects:
-    """Return the objects whose names a recipe holds.
-
-    Raises:
-        RecipeError: If one of them is in no module that can be imported.
-    """
-    found: dict[str, Any] = {}
-    for key, name in recipe.objects.items():
-        if not is_reference(name):
-            raise RecipeError(
-                f"this run's {key} is {name}, which no command can import; call paceline.fit again with the same "
-                "objects, or put it at the top of a module, where it or a function that makes it has a name.",
-                key=f"objects.{key}",
-                value=name,
-            )
-        value = load_reference(name, RecipeError)
-        found[key] = value() if inspect.isclass(value) and (key == "loss" or key.startswith("metrics.")) else value
-    if missing := [key for key in ("model", "train_set", "loss") if key not in found]:
-        raise RecipeError(
-            f"task=fit needs objects.{missing[0]}; runs of paceline.fit name it.", key=f"objects.{missing[0]}"
-        )
-    metrics = {key.removeprefix("metrics."): each for key, each in found.items() if key.startswith("metrics.")}
-    return gather(**{key: each for key, each in found.items() if "." not in key}, metrics=metrics)
-
-
-def gather(
-    *,
-    model: Any,
-    train_set: Any,
-    loss: Any,
-    held_out: Any = None,
-    metrics: Mapping[str, Any] | None = None,
-    collate: Any = None,
-    weights: Any = None,
-    **others: Any,
-) -> Objects:
-    """Return what was given, with its data taken apart.
-
-    Raises:
-        PacelineError: If something is of the wrong kind.
-    """
-    if others.get("schedule_interval", "step") not in ("step", "epoch"):
-        found = others["schedule_interval"]
-        raise RecipeError(f"schedule_interval is {found!r}; choose 'step' or 'epoch'.", key="schedule_interval")
-    made = train_set() if is_maker(train_set) else train_set
-    train = take_apart(made, "train_set", collate)
-    given = held_out() if is_maker(held_out) else held_out
-    scored = None if given is None else take_apart(given, "held_out", collate)
-    if not callable(model):
-        raise RecipeError(
-            f"model is a {type(model).__name__}; give a torch.nn.Module, or a function that makes one.", key="model"
-        )
-    if isinstance(model, nn.Module) and any(each.is_meta for each in model.parameters()):
-        raise RecipeError("model has no values (device meta); give it some, or a function that makes it.", key="model")
-    if inspect.isclass(loss) or not callable(loss):
-        found = f"the class {loss.__name__}" if inspect.isclass(loss) else f"a {type(loss).__name__}"
-        way = f"{loss.__name__}()" if inspect.isclass(loss) else "a function such as F.cross_entropy"
-        raise RecipeError(f"loss is {found}; give {way}.", key="loss")
-    if isinstance(loss, nn.Module) and (own := [name for name, _ in loss.named_parameters()]):
-        raise RecipeError(
-            f"loss has parameters of its own ({', '.join(own[:3])}), which would not be trained: make them part of the "
-            "model, and give loss(model, batch).",
-            key="loss",
-        )
-    if (schedule := others.get("schedule")) is not None and not callable(schedule):
-        kind = type(schedule).__name__
-        raise RecipeError(
-            f"schedule is a {kind}; give a function of the optimizer: lambda optimizer: {kind}(optimizer, ...).",
-            key="schedule",
-        )
-    if metrics and given is None:
-        raise RecipeError(
-            f"metrics has {', '.join(metrics)}, which are computed on held-out samples; give held_out.", key="metrics"
-        )
-    return Objects(
-        model=model,
-        train_set=train,
-        held_out=scored,
-        loss=loss,
-        metrics=dict(metrics or {}),
-        weights=None if weights is None else weigh(weights, train, scored),
-        **others,
-    )
-
-
-def is_maker(data: Any) -> bool:
-    """Whether data is a function that makes them, and not data."""
-    return inspect.isfunction(data) or (inspect.isclass(data) and not hasattr(data, "__class_getitem__"))
-
-
-def weigh(weights: Any, train: Samples, held_out: Samples | None) -> tuple[SampleWeights, SampleWeights | None]:
-    """Return the weights of training and held-out samples, as whole numbers.
-
-    Args:
-        weights: A function of a sample, or one array; or a pair of arrays, for both sets.
-        train: The training samples.
-        held_out: The held-out samples.
-
-    Raises:
-        RecipeError: If they do not fit the samples.
-    """
-    if callable(weights):
-        sets = (train,) if held_out is None else (train, held_out)
-        counted = [np.array([weights(each.read(i)) for i in range(len(each))]) for each in sets]
-    else:
-        pair = weights if isinstance(weights, tuple) else (weights,)
-        counted = [np.asarray(each) for each in pair]
-    expected = [len(each) for each in (train, held_out) if each is not None]
-    for role, array in zip(("train_set", "held_out"), counted, strict=False):
-        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-            raise RecipeError(
-                f"weights for {role} are {array.dtype} {list(array.shape)}; give one whole number a sample.",
-                key="weights",
-            )
-    if [len(each) for each in counted] != expected:
-        numbers, samples = (" and ".join(map(str, each)) for each in (map(len, counted), expected))
-        raise RecipeError(
-            f"weights has {numbers} numbers for {samples} samples; give a function of a sample, or an array for each "
-            "data set.",
-            key="weights",
-        )
-    whole = [each.astype(np.int64) for each in counted]
-    return whole[0], whole[1] if held_out is not None else None
-
-
-def takes_model(function: Callable[..., Any]) -> bool:
-    """Whether a loss or metric is called with the model and the batch: its first parameter has such a name."""
-    try:
-        parameters = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return False
-    return bool(parameters) and parameters[0] in _MODEL_NAMES
 
 
 class Fit(Task):
@@ -579,19 +415,6 @@ def _tensors(value: Nested) -> list[Tensor]:
     found: list[Tensor] = []
     mapped(found.append, value)
     return found
-
-
-def fingerprint(value: Any) -> str:
-    """Return a digest of what code does, as far as can be seen: the layers of a module, or a function's code."""
-    if isinstance(value, functools.partial):
-        text = f"{fingerprint(value.func)} {value.args} {value.keywords}"
-    elif isinstance(value, FunctionType):
-        code = value.__code__
-        plain = [each for each in code.co_consts if not isinstance(each, CodeType)]
-        text = f"{code.co_code.hex()} {code.co_names} {plain}"
-    else:
-        text = repr(value) if isinstance(value, nn.Module | type) else type(value).__qualname__
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def divide(batch: Any) -> tuple[Nested, Nested]:

@@ -108,8 +108,7 @@ def _read_if_present(path: Path) -> str | None:
 
 # Keys that may differ between a run and its continuation: none of them changes which samples a step sees.
 _CHANGEABLE_KEYS = (
-    "task",  # its class is compared
-    "objects",  # names; data are compared by their digest, and the network by its weights
+    *("task", "objects"),  # the task's class is compared, and the data's digest
     *("train.duration", "train.until", "train.precision", "train.nonfinite", "train.max_nonfinite"),
     *("evaluate.", "checkpoint.", "telemetry.", "parallel.", "batch.micro_size", "distillation.teacher"),
     *("data.path", "data.workers", "data.prefetch", "data.max_broken"),
@@ -664,12 +663,8 @@ def _notices(directory: RunDirectory, plan: Mapping[str, Any], request: ResumeRe
             effect = "the same samples, differently mixed, but not the same bits" if is_mixed else _NUMERICS_DIFFER
             value = getattr(current, number)
             compare(name, plan.get(number, value), value, effect)
-    before, now = (each.get("objects", {}) for each in (plan["data"], current.data))
-    notices += [
-        f"{name} has changed since the run started, which goes on with it"
-        for name in before
-        if name in now and before[name] != now[name]
-    ]
+    was, now = (each.get("objects", {}) for each in (plan["data"], current.data))
+    notices += [f"{name} has changed since the run started" for name in was if was[name] != now.get(name, was[name])]
     torch_now = request.device_facts["torch"]
     with contextlib.suppress(RunDirectoryError):
         compare("torch", reader.read_environment(directory).get("torch", torch_now), torch_now, _NUMERICS_MAY_DIFFER)
