@@ -43,8 +43,9 @@ def test_a_prompt_is_gone_on_from(paceline_here: Call, trained: Call) -> None:
     assert document["text"] + "\n" == first.out
     assert (document["written"], document["seed"], document["top_k"]) == (5, 3, 4)
     paceline_here("predict", run_dir, "--prompt", "", "--tokens", 5).ended(0)  # a document begins
-    for source in (Path(__file__).parent, Path(__file__).parent / "gone.txt"):
-        paceline_here("predict", run_dir, source).refused("a language model", "give --prompt TEXT")
+    here = Path(__file__).parent
+    paceline_here("predict", run_dir, here).refused("a language model", "give --prompt TEXT")
+    paceline_here("predict", run_dir, here / "gone.txt").refused("does not exist")
     paceline_here("predict", run_dir, "-", "--stdin-image").refused("--stdin-image has no effect", "take no files")
 
 
