@@ -328,7 +328,7 @@ def _predicted(
         from paceline.prediction.sources import picture_from_standard_input
 
     command = declared(kind, values)
-    predictor = command.opened()
+    predictor = command.opened(looks_for_files=False)
     inputs = _listed(given.get("sources", ()))
     prompts = [command.prompt] if command.prompt is not None else prompts_in(predictor, inputs)
     if prompts:

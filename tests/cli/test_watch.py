@@ -21,8 +21,8 @@ SOURCES = Path(__file__).parents[2] / "src"
 
 
 # A machine with other work may take a minute to start a killed run again.
-PATIENT = "import sys\nfrom paceline.cli.main import main\nfrom paceline.reports import watch\n"
-PATIENT += "watch.GONE_SECONDS = 600.0\nsys.exit(main())"
+PATIENT = "import sys\nfrom paceline.cli.main import main\nfrom paceline_ops.watch import screen\n"
+PATIENT += "screen.GONE_SECONDS = 600.0\nsys.exit(main())"
 
 
 def start(*arguments: object, cwd: Path, **options: Any) -> subprocess.Popen[Any]:

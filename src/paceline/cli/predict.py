@@ -134,8 +134,11 @@ class Predict:
                 echo(line)
         return 0
 
-    def opened(self) -> Predictor:
+    def opened(self, *, looks_for_files: bool = True) -> Predictor:
         """Return the predictor of the weights.
+
+        Args:
+            looks_for_files: Whether the sources are names of files, which must exist.
 
         Raises:
             click.UsageError: If an option has no effect on it.
@@ -150,7 +153,7 @@ class Predict:
             raise click.UsageError("--stdin-image is for the source - alone: the bytes of one image on standard input.")
         if self.output is not None:
             check_output(self.output)
-        for source in self.sources:
+        for source in self.sources if looks_for_files else ():
             check_exists(source)
         predictor = open_predictor(
             self.target,
