@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.units import Duration, TimeSpan, format_bytes, format_count, format_seconds, metric_title, metric_unit
+from paceline.units import (
+    Duration,
+    TimeSpan,
+    format_bytes,
+    format_count,
+    format_metric,
+    format_seconds,
+    metric_title,
+    metric_unit,
+)
 
 LENGTHS = {
     "epochs": {"3 epochs": 3, "1 epoch": 1, "0.5 epochs": 0.5, ".5 epochs": 0.5},
@@ -104,8 +113,9 @@ def test_what_is_no_time_is_refused_with_the_rule(found: object) -> None:
 
 
 def test_only_accuracies_and_precisions_are_in_percent() -> None:
-    percents = ("top1_accuracy", "accuracy", "box_map50", "map", "miou", "iou_sky")
+    percents = ("top1_accuracy", "box_map50", "map", "miou", "iou_sky")
     assert {metric_unit(each) for each in percents} == {"%"}
+    assert [format_metric("accuracy", each) for each in (81.2, 0.8)] == ["81.20 %", "0.8"], "a share of one's own"
     assert not any(map(metric_unit, ("loss", "mae_accuracy", "rmse_map", "r2_map50", "mae_iou", "miou2")))
     assert [metric_title(each) for each in ("miou", "iou_sky", "box_map50", "micro_f1")] == [
         *("mIoU", "IoU sky", "box mAP50", "micro F1"),

@@ -66,8 +66,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 # What is image classification with another network beside it; and what has no recipe, and says the same in
-# test_token_classification.py.
-VARIANTS = {"distillation", "token_classification"}
+# test_token_classification.py. Objects and loops of one's own have tests of their own, in tests/fit and tests/loops.
+VARIANTS = {"distillation", "token_classification", "fit", "own_loop"}
 
 
 def test_the_table_names_every_task() -> None:

@@ -332,7 +332,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
         rest = {key: value for key, value in made.defaults.items() if key in ("lr", "momentum", "betas")}
         return kind(parameters, fused=True, **rest)
 
-    monkeypatch.setattr(build, "build_optimizer", optimizer)
+    monkeypatch.setattr("paceline.tasks.task.build_optimizer", optimizer)
 
 
 @pytest.mark.usefixtures("fused")
