@@ -2,7 +2,7 @@
 
 `original` is the loop as its users write it: gradients accumulated over two batches, clipped, a schedule. `ported`
 gives the same network, data, loss, optimizer and scheduler to `paceline.fit`. Both see the samples in the same order.
-The port is stopped in the middle, goes on, and still ends with the original's weights; its ledger then proves which
+The port is stopped in the middle, is resumed, and still ends with the original's weights; its ledger then proves which
 samples it used, and it runs on several processes without another word. Where Accelerate is not installed, the port
 runs alone.
 

@@ -1,6 +1,6 @@
 """A loop of your own that survives kills: digits, with gradients accumulated by hand over several parts of a batch.
 
-Kill it and start it again with the same RUN_DIR: it goes on with the same samples, and ends with the same bits.
+Kill it and start it again with the same RUN_DIR: it continues with the same samples, and ends with the same bits.
 
     python examples/own_loop.py [RUN_DIR]
 """

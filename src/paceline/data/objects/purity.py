@@ -169,7 +169,7 @@ def _cause(reader: KeyedReader) -> str:
     """Return what makes a sample differ each time, as the rest of a sentence."""
     said = " differs each time that it is read"
     if owner := _own_generator(reader.samples.data):
-        return f"{said}: {owner} is a generator of its own, which is not seeded for each sample"
+        return f"{said}: {owner} is a separate generator, which is not seeded for each sample"
     names = {name for each in parts_of(reader.samples.data) for name in _names_in(each)}
     if used := sorted(names & _FRESH):
         return f"{said}: it calls {used[0]}()"

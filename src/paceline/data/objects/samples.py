@@ -89,7 +89,7 @@ def take_apart(data: Any, role: str, collate: Collate | None = None) -> Samples:
     columns = _columns(data, role)
     given = Samples(role=role, data=data, count=len(data), collate=collate or default_collate)
     if columns is not None:
-        # A function of one's own gets samples, as from a data set.
+        # A given function gets samples, as from a data set.
         keeps = collate is None
         each = [*columns.values()] if isinstance(columns, dict) else columns
         rows = TensorDataset(*each)

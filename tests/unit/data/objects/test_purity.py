@@ -150,8 +150,8 @@ def test_a_pure_data_set_has_a_digest_and_no_difference(kind: type[Twenty]) -> N
 @pytest.mark.parametrize(
     ("kind", "cause"),
     [
-        (OwnGenerator, "OwnGenerator.draws is a generator of its own"),
-        (GlobalGenerator, "a Random is a generator of its own"),
+        (OwnGenerator, "OwnGenerator.draws is a separate generator"),
+        (GlobalGenerator, "a Random is a separate generator"),
         (FreshGenerator, "default_rng"),
         (Clock, "it reads the clock (time)"),
         (Counter, "such as a counter or a list"),
