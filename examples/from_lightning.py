@@ -2,8 +2,9 @@
 
 `lightning_module` is a module as its users write it: AdamW, OneCycle by steps, gradients clipped. `ported` gives the
 same network, loss, optimizer and scheduler to `paceline.fit`. Both see the samples in the same order. The port is
-stopped in the middle of an epoch, is resumed, and still ends with the original's weights; its ledger proves which samples
-it used, and it runs on several processes without another word. Where Lightning is not installed, the port runs alone.
+stopped in the middle of an epoch, is resumed, and still ends with the original's weights; its ledger proves which
+samples it used, and it runs on several processes without another word. Where Lightning is not installed, the port runs
+alone.
 
     python examples/from_lightning.py
 """

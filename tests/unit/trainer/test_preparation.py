@@ -170,14 +170,14 @@ import torch
 from torch import nn
 from paceline.models.build import to_memory_format
 from paceline.models.compiled import CompiledNetwork, CompileLog
-from paceline.recipe.model import Model
+from paceline.recipe.model import ModelSection
 compiled = "compiled" in sys.argv
 for narrow in (3, 8) if compiled else (1, 3, 8, 15):
     stem = nn.Conv2d(narrow, narrow, 3, padding=1)
     branch = to_memory_format(nn.Sequential(stem, nn.Conv2d(narrow, 48, 1, stride=2)), channels_last=True)
     if compiled:
         given = {"train_sizes": [32], "evaluation_sizes": [], "log": CompileLog()}
-        branch = CompiledNetwork(branch, Model(name="net", compile=True), **given)
+        branch = CompiledNetwork(branch, ModelSection(name="net", compile=True), **given)
     for _ in range(3):
         # As batches are stored; with one channel, torch takes these strides for those of both formats.
         images = torch.rand(32, 96, 96, narrow).permute(0, 3, 1, 2)
