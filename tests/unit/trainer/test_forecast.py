@@ -228,5 +228,5 @@ def test_what_fails_while_measuring_is_left_to_the_step(train_tiny: Make, monkey
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("paceline.tasks.task.build_optimizer", fail)
+    monkeypatch.setattr("paceline.trainer.forecast.Clipping", fail)
     assert train_tiny("run", LONG).status == "completed"
