@@ -105,7 +105,7 @@ class VersionError(UnreadableError, RunDirectoryError):
 
 
 class LoopError(PacelineError):
-    """A program with a loop of its own (:class:`paceline.Loop`) uses it in a way that cannot work."""
+    """A program uses :class:`paceline.Loop` in a way that cannot work."""
 
 
 class LabError(PacelineError):

@@ -374,7 +374,7 @@ class Gone(Pairs):
         ({"optimizer": lambda _: torch.optim.SGD(OTHER.parameters(), lr=1.0), "lr": None}, "0 of the 2 parameters"),
         ({"optimizer": lambda p: torch.optim.SGD(list(p)[:1], lr=1.0), "lr": None}, "1 of the 2 parameters"),
         ({"loss": nn.MSELoss}, "give MSELoss()"),
-        ({"loss": nn.Sequential(nn.Linear(1, 1))}, "parameters of its own (0.weight"),
+        ({"loss": nn.Sequential(nn.Linear(1, 1))}, "its own parameters (0.weight"),
         ({"model": nn.Linear}, "model failed with TypeError"),
         ({"model": lambda: nn.LazyLinear(1)}, "layers without sizes"),
         ({"model": nn.Identity()}, "no parameter that can be trained"),

@@ -1,1 +1,1 @@
-"""A training loop of one's own, with the order, checkpoints, ledger and records of a run."""
+"""Your own training loop, with the order, checkpoints, ledger and records of a run."""

@@ -147,7 +147,7 @@ class Kept:
     # What was not given
 
     def watch(self) -> None:
-        """Remember the versions of what the program has besides: the first save compares them."""
+        """Remember the versions of objects that are not kept; the first save compares them."""
         self._unseen = _Unseen(self)
 
     def take_unkept(self) -> list[str]:

@@ -20,7 +20,7 @@ _LOGGED = ("loss", "grad_norm")
 
 
 class Loop:
-    """Your own training loop, which can be killed at any step and goes on with the same samples and the same bits.
+    """Your own training loop, which can be killed at any step and resumes with the same samples and bits.
 
     Also in several processes: started by torchrun, Slurm or Accelerate's launcher, it joins the others. The directory
     is a run's like any other, for `paceline watch`, `report`, `audit` and `resume`::
@@ -44,7 +44,7 @@ class Loop:
     75, after a checkpoint. A loop that is complete has no turns, and loads the final state.
 
     Args:
-        run_dir: The run directory. A run that has begun there goes on.
+        run_dir: The run directory. A run that has begun there is resumed.
         dataset: Anything with ``len()`` and ``[i]``, a tuple or dict of tensors, or a DataLoader, which is taken apart.
         batch_size: Samples of a step over all ranks.
         epochs: Length of the loop.
@@ -196,7 +196,7 @@ class Loop:
         self._turns.log(values)
 
     def due(self, every: str) -> bool:
-        """Whether something is due in this step: after every so many epochs, steps or samples, and in the last step.
+        """Whether something is due in this step: at an interval of epochs, steps or samples, and in the last step.
 
         Args:
             every: ``"1 epoch"``, ``"500 steps"``, ``"10000 samples"`` or ``"10%"`` of the run.

@@ -63,7 +63,7 @@ class NamedMetrics:
 
     @classmethod
     def of(cls, metrics: Mapping[str, Any]) -> Self:
-        """Gather for metrics that were given as objects, which stay as they are."""
+        """Gather for metrics that were given as objects, which are not changed."""
         gathered = cls({})
         gathered._made = copy.deepcopy(dict(metrics))
         return gathered

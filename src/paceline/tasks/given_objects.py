@@ -104,7 +104,7 @@ def gather(
         raise RecipeError(f"loss is {found}; give {way}.", key="loss")
     if isinstance(loss, nn.Module) and (own := [name for name, _ in loss.named_parameters()]):
         raise RecipeError(
-            f"loss has parameters of its own ({', '.join(own[:3])}), which would not be trained: make them part of the "
+            f"loss has its own parameters ({', '.join(own[:3])}), which would not be trained: make them part of the "
             "model, and give loss(model, batch).",
             key="loss",
         )

@@ -434,7 +434,7 @@ def divide(batch: Any) -> tuple[Nested, Nested]:
         return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
     else:
         found = "have no targets"
-    raise ModelError(f"the samples {found}; give loss(model, batch), which takes the batch as it is.", key="loss")
+    raise ModelError(f"the samples {found}; give loss(model, batch), which gets the whole batch.", key="loss")
 
 
 def without_wrapper(batch: Any) -> Nested:

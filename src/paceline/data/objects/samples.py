@@ -161,7 +161,7 @@ def _of_loader(loader: DataLoader[Any], role: str, collate: Collate | None) -> S
     """Return a DataLoader's data set with its batch size, function and loader processes; the order is the run's.
 
     Raises:
-        DataError: If it draws its samples in a way of its own.
+        DataError: If it decides itself which samples it draws.
     """
     batches = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset):
