@@ -16,7 +16,7 @@ import torch
 rehearsed_gpu.install()
 
 import paceline  # noqa: E402  # its modules are imported under the device's name
-from paceline.data import pipeline  # noqa: E402  # the device must be registered first
+from paceline.data.batch import Batch  # noqa: E402  # the device must be registered first
 from paceline.distributed import strategy  # noqa: E402  # the device must be registered first
 from paceline.distributed.data_parallel import DataParallel  # noqa: E402  # the device must be registered first
 from paceline.tasks.image_classification import ImageClassification  # noqa: E402  # the device must be registered first
@@ -78,7 +78,7 @@ _IN_THE_LOSS = (
 IN_THE_LOSS = {each.__name__: each for each in _IN_THE_LOSS}
 IN_THE_NETWORK = {each.__name__: each for each in (wait_in_the_network, use_the_last_answer)}
 IN_PACELINE: dict[str, tuple[Any, str, Any]] = {
-    "copy_from_pageable_memory": (pipeline, "pinned", lambda batch, device: batch),
+    "copy_from_pageable_memory": (Batch, "pin_memory", lambda batch: batch),
     "read_flags_at_once": (strategy, "VOTE_LAG", 0),
     "reduce_nothing": (DataParallel, "micro_batch", lambda self, part: self.no_reduction()),
 }
