@@ -38,7 +38,7 @@ from torch import nn
 from paceline.checkpoint.durable import size_of
 from paceline.checkpoint.state import OptimizerComponent, Registry
 from paceline.checkpoint.store import CheckpointStore
-from paceline.units import format_bytes
+from paceline.parsing.units import format_bytes
 
 
 def trained(name: str, optimizer: Callable[[Any], torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from hardware import spread, write_result
 from networks import NETWORKS, build
 
-from paceline.machine import available_cores
+from paceline.host.machine import available_cores
 from paceline.models.compiled import CompiledNetwork, CompileLog
 from paceline.recipe.model import ModelSection
 

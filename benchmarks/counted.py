@@ -28,12 +28,12 @@ from torchvision.models import resnet50
 from paceline.data.image.decode import Box, LazyImage
 from paceline.data.image.transforms import resized_part
 from paceline.data.order import StepGeometry, evaluation_slices
-from paceline.devices import DEVICES
+from paceline.host.devices import DEVICES
+from paceline.host.world import World
 from paceline.models.lecture_net import lecture_net
 from paceline.models.recompute import recompute_blocks
 from paceline.models.small_resnet import small_resnet
 from paceline.optim.build import ExponentialMovingAverage
-from paceline.world import World
 from paceline_advisor.formulas.catalogue import published
 from paceline_advisor.formulas.network import allocated_bytes, tile_overhead, training_state_bytes, zero_bytes
 

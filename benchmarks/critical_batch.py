@@ -24,10 +24,10 @@ from hardware import write_result as write_figures
 
 from paceline.metrics.intervals import Interval
 from paceline.pages.shown import write_result
+from paceline.parsing.units import Duration
 from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_events
 from paceline.trainer.train import Options, train_recipe
-from paceline.units import Duration
 from paceline_advisor.bench.target import MetricTarget
 from paceline_advisor.commands import NoiseScale, SweepBatch
 from paceline_advisor.tuning.batch_sweep import COLUMNS, RuleResult, Swept, knee_in_words, sweep_batch, table_rows

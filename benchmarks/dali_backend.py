@@ -27,9 +27,9 @@ from paceline.data.image.transforms import View
 from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.data.order import StepGeometry
 from paceline.data.slices import SampleSlice
+from paceline.host.world import World
 from paceline.recipe.data import Augment
 from paceline.records.environment import package_versions
-from paceline.world import World
 from paceline_ops.dali.backend import DaliBackend
 
 WIDTH, HEIGHT = 500, 375

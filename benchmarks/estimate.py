@@ -22,8 +22,8 @@ from measured_memory import measured_peaks
 from memory_cases import ON_CPU, Case, on_gpu
 
 from paceline.distributed.device import describe_machine
+from paceline.parsing.units import format_bytes
 from paceline.trainer.fake_step import fake_step
-from paceline.units import format_bytes
 from paceline_advisor.memory.job import peak_of
 from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP, trace_step, without_collection
 from paceline_advisor.memory.variants import with_libraries

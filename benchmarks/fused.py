@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import torchvision
 from hardware import facts, spread, write_result
 
-from paceline.machine import available_cores
+from paceline.host.machine import available_cores
 from paceline.models.lecture_net import lecture_net
 from paceline.trainer.process_settings import keep_freed_memory
 

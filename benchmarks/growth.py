@@ -52,7 +52,7 @@ class Row:
 def order(samples: int, _: Path) -> Facts:
     """Cut 100 steps of 4,096 samples out of an epoch's middle, as a resumed run does."""
     from paceline.data.order import StepGeometry
-    from paceline.world import World
+    from paceline.host.world import World
 
     steps = StepGeometry(seed=0, samples=samples, global_batch_size=4096, logical_ranks=8)
     first = steps.epochs.first_step(1) // 2
@@ -67,8 +67,8 @@ def order(samples: int, _: Path) -> Facts:
 def ledger(batch: int, folder: Path) -> Facts:
     """Append 1,000 steps of ``samples`` samples, in micro-batches of 64."""
     from paceline.data.order import StepGeometry
+    from paceline.host.world import World
     from paceline.records.ledger import LedgerWriter, ledger_path
-    from paceline.world import World
 
     steps = StepGeometry(seed=0, samples=10**7, global_batch_size=batch, logical_ranks=batch // 64)
     parts = [steps.slices(step, World()) for step in range(10)]
@@ -88,8 +88,8 @@ def make_audited(samples: int, folder: Path) -> None:
     """Make a run of one epoch of ``samples`` samples: a short run's records, edited, and a long run's ledger."""
     import paceline
     from paceline.data.order import StepGeometry
+    from paceline.host.world import World
     from paceline.records.ledger import LedgerWriter, ledger_path
-    from paceline.world import World
 
     run = folder / "run"
     paceline.train("digits", overrides={"train.duration": "1 steps", "evaluate.every": "off"}, run_dir=run, quiet=True)
@@ -145,9 +145,9 @@ def listing(_: int, folder: Path) -> Facts:
 def plan(ranks: int, _: Path) -> Facts:
     """Plan a run on the given number of ranks, and cut its first steps for one rank."""
     from paceline.data.order import StepGeometry
+    from paceline.host.world import World
     from paceline.plan import DataFacts, MachineFacts, make
     from paceline.recipe.load import load_recipe
-    from paceline.world import World
 
     batch = {"batch.global_size": 8 * 4096, "train.duration": "90 epochs"}
     recipe = load_recipe("digits", batch).recipe

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.machine import available_cores, cpu_name
+from paceline.host.machine import available_cores, cpu_name
 
 RESULTS = Path(__file__).parent / "results"
 _LOAD_BEFORE = os.getloadavg()[0]  # at the import: a benchmark is a load itself from then on

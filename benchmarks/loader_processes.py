@@ -33,8 +33,8 @@ from paceline.data.image.source import FileSource
 from paceline.data.image.transforms import View
 from paceline.data.loaders import pytorch
 from paceline.data.order import StepGeometry
+from paceline.host.world import World
 from paceline.recipe.data import Augment
-from paceline.world import World
 
 ENTRIES = 1_000_000
 STEP_SECONDS = 0.015

@@ -27,7 +27,7 @@ from paceline.data.image.transforms import View
 from paceline.data.loaders.pytorch import PytorchBackend, SliceReader
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import prefetch_map
-from paceline.world import World
+from paceline.host.world import World
 
 READERS, BATCH = 2, 64
 

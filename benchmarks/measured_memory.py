@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from paceline.data.batch import Batch, mapped
 from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
+from paceline.host.world import World
 from paceline.models.precision import Precision
 from paceline.optim.build import Clipping, ExponentialMovingAverage, build_optimizer
 from paceline.plan import Plan
@@ -28,7 +29,6 @@ from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, fix
 from paceline.trainer.network import build_network
 from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.subject import Subject
-from paceline.world import World
 from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP
 from paceline_vision.detection.task import Detection
 

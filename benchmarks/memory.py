@@ -43,9 +43,9 @@ from paceline.data.image.source import ArraySource
 from paceline.data.image.transforms import View
 from paceline.data.loaders.memory import MemoryBackend
 from paceline.data.order import StepGeometry
-from paceline.machine import available_cores
+from paceline.host.machine import available_cores
+from paceline.host.world import World
 from paceline.recipe.data import Augment, Data
-from paceline.world import World
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 SIZE, PADDING = 32, 4

@@ -18,7 +18,7 @@ from hardware import spread, write_result
 from networks import NETWORKS, build
 from networks import stepper as step_of
 
-from paceline.machine import available_cores
+from paceline.host.machine import available_cores
 
 COMBINATIONS = [(bf16, last) for bf16 in (False, True) for last in (False, True)]
 

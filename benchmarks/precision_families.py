@@ -20,7 +20,7 @@ from hardware import facts, write_result
 from networks import stepper
 from torch import nn
 
-from paceline.machine import available_cores
+from paceline.host.machine import available_cores
 from paceline.models.build import to_memory_format
 from paceline.trainer.process_settings import keep_freed_memory
 

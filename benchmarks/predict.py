@@ -25,8 +25,8 @@ import torch
 from hardware import spread, write_result
 
 import paceline
-from paceline.files import SkippedItems
 from paceline.inference.predict import load_predictor
+from paceline.parsing.files import SkippedItems
 from paceline.prediction.predictor import Answer
 from paceline.prediction.sources import pictures_of
 from paceline.tasks.labelling import TrainedLabeller

@@ -14,7 +14,7 @@ from typing import Any
 from hardware import write_result
 from scaling_tables import CONVNETS, GOYAL_EFFICIENCY, GOYAL_STEP_SECONDS, LATER, SEEN, SHAPES, UNSEEN, Published
 
-from paceline.devices import find_device
+from paceline.host.devices import find_device
 from paceline.recipe.load import load_recipe
 from paceline_advisor.clusters import CLUSTERS
 from paceline_advisor.formulas.parallel_step import (

@@ -29,8 +29,8 @@ from urllib.parse import urlsplit
 from hardware import write_result
 
 import paceline
-from paceline.files import SkippedItems
 from paceline.metrics.intervals import quantile
+from paceline.parsing.files import SkippedItems
 from paceline.prediction.sources import pictures_of
 
 BOUNDARY = "paceline-benchmark"

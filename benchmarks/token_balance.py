@@ -30,7 +30,7 @@ import paceline
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
-from paceline.world import World
+from paceline.host.world import World
 from paceline_text.language_modeling import LanguageModeling
 from paceline_text.pipeline import packed_rows, single_rows
 from paceline_text.sets.documents import python_documentation

@@ -22,7 +22,7 @@ from mkdocs.structure.pages import Page
 import paceline
 from paceline.cli.commands import listing, reference_of
 from paceline.cli.main import cli
-from paceline.registry import built_in
+from paceline.plugins.registry import built_in
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

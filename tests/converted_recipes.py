@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.host.world import World
 from paceline.plan import DataFacts, MachineFacts, Plan, make
 from paceline.recipe.load import LoadedRecipe, load_recipe
-from paceline.world import World
 from paceline_ops.imports.draft import Conversion
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from paceline.data.image.dataset import DatasetRequest, Problems, StoredImages
-from paceline.dataset_registry import find_dataset
+from paceline.plugins.dataset_registry import find_dataset
 from paceline.recipe.data import Data
 
 if TYPE_CHECKING:

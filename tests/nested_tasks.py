@@ -19,11 +19,11 @@ from paceline.data.batch import Batch
 from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleSlice, SampleWeights
+from paceline.host.world import World
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.plan import DataFacts
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model
-from paceline.world import World
 
 RECIPES = {
     name: {

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.loading import loading
+from paceline.plugins.loading import loading
 
 with loading():  # as the command does
     from given import CLASSES, LR, MEAN, MOMENTUM, RESUMED_STEPS, SAMPLES, STD, Clock, Spec, begin, pixels

@@ -10,7 +10,7 @@ from typing import Any
 
 from given import SAMPLES, Spec
 
-from paceline.machine import available_cores
+from paceline.host.machine import available_cores
 
 Seen = Mapping[str, Any]
 _USUAL_STEPS = 6

@@ -31,7 +31,7 @@ PUBLIC_MODULES = ("paceline.tasks", "paceline.order", "paceline.checkpoints", "p
 
 
 def __getattr__(name: str) -> Any:
-    from paceline.loading import loading
+    from paceline.plugins.loading import loading
 
     with loading():
         if name == "__all__":
@@ -61,7 +61,7 @@ def _function(name: str) -> Any:
 
     if name in COMMANDS:
         from paceline.cli.commands import reference_of
-        from paceline.references import load_reference
+        from paceline.plugins.references import load_reference
 
         value = load_reference(str(reference_of(name)), PacelineError, installed=True)
     else:
@@ -75,7 +75,7 @@ def _function(name: str) -> Any:
 
 def _registered(name: str) -> Any:
     from paceline.errors import PacelineError
-    from paceline.registry import built_in, installed, load
+    from paceline.plugins.registry import built_in, installed, load
 
     try:
         is_known = not name.startswith("_") and (name in built_in("functions") or name in installed("functions"))
@@ -87,12 +87,12 @@ def _registered(name: str) -> Any:
 
 
 def _public_names() -> list[str]:
-    from paceline.registry import built_in
+    from paceline.plugins.registry import built_in
 
     return sorted({*HOMES, *COMMANDS, *built_in("functions"), "__version__"})
 
 
 def __dir__() -> list[str]:
-    from paceline.registry import known_names
+    from paceline.plugins.registry import known_names
 
     return sorted({*_public_names(), *known_names("functions")})

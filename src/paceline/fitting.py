@@ -17,8 +17,8 @@ from paceline.checkpoint.weights import load_trained, read_weights
 from paceline.data.objects.samples import take_apart
 from paceline.errors import CheckpointError, RecipeError
 from paceline.optim.own import own_optimizer
+from paceline.plugins.references import trusting_code
 from paceline.recipe.load import Overrides, load_recipe
-from paceline.references import trusting_code
 from paceline.tasks.given_objects import Objects, gather
 from paceline.tasks.objects import Fit
 from paceline.trainer.result import TrainResult

@@ -29,11 +29,11 @@ import click
 from paceline.cli.derive import WORDS, click_command, computed, declared, parts_of, ranks_to_start, write_output
 from paceline.cli.predict import write_answers
 from paceline.errors import PacelineError, RecipeError, TrainingError, did_you_mean
-from paceline.files import SkippedItems
-from paceline.loading import loading
+from paceline.host.processes import without_rank_variables
 from paceline.pages.page import Page
 from paceline.pages.shown import page_of
-from paceline.processes import without_rank_variables
+from paceline.parsing.files import SkippedItems
+from paceline.plugins.loading import loading
 from paceline.recipe.load import Overrides, override_lines
 from paceline.records.run_directory import encode_json
 

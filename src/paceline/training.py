@@ -18,11 +18,12 @@ from typing import IO
 
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, StoppedError, TrainingError
-from paceline.processes import ProcessGroup, received_signals, without_rank_variables
+from paceline.host.processes import ProcessGroup, received_signals, without_rank_variables
+from paceline.host.world import STOP_SIGNALS
+from paceline.plugins.references import trusting_code
 from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, to_yaml
 from paceline.records.reader import beyond_until
 from paceline.records.run_directory import RunDirectory, default_run_directory, existing_run
-from paceline.references import trusting_code
 from paceline.reports.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
 from paceline.trainer.carried import CARRIED_VARIABLE, Carried
@@ -32,7 +33,6 @@ from paceline.trainer.result import TrainResult
 from paceline.trainer.run_dir_checks import has_trained
 from paceline.trainer.subject import Options, TaskMaker
 from paceline.trainer.train import train_recipe
-from paceline.world import STOP_SIGNALS
 
 
 def train(

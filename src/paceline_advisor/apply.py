@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 from paceline.errors import RecipeError
+from paceline.parsing.units import Duration
 from paceline.recipe.running import Checkpoint, Telemetry
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Schedule
-from paceline.units import Duration
 
 QUIET: Mapping[str, Any] = MappingProxyType(
     {

@@ -15,8 +15,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.files import refuse_special_inputs
-from paceline.plain_yaml import BoundedLoader
+from paceline.parsing.files import refuse_special_inputs
+from paceline.parsing.plain_yaml import BoundedLoader
 from paceline_advisor import frozen
 
 
@@ -35,7 +35,7 @@ class Cluster:
     Attributes:
         name: Its name on the command line: ``dgx-a100``.
         title: Its full name.
-        device: Its accelerator's name in :mod:`paceline.devices`; None for any.
+        device: Its accelerator's name in :mod:`paceline.host.devices`; None for any.
         devices_per_node: Accelerators per machine.
         within: Link between the accelerators of a machine, per accelerator.
         network: Link between machines, per machine: all its network cards together.

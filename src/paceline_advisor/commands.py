@@ -26,10 +26,10 @@ from paceline.command import (
     command,
 )
 from paceline.errors import PacelineError, RecipeError, did_you_mean
+from paceline.parsing.units import Duration, TimeSpan, parse_bytes
 from paceline.recipe.load import LoadedRecipe, load_recipe, refuse_training_overrides
 from paceline.recipe.running import Parallel
 from paceline.recipe.training import TrainSection
-from paceline.units import Duration, TimeSpan, parse_bytes
 from paceline_advisor import frozen
 from paceline_advisor.apply import check_new
 

@@ -17,7 +17,7 @@ from typing import Self
 
 from paceline.distributed.environment import read_launch
 from paceline.errors import LaunchError
-from paceline.processes import ProcessGroup, can_find_descendants, signal_name, without_rank_variables
+from paceline.host.processes import ProcessGroup, can_find_descendants, signal_name, without_rank_variables
 
 _POLL_SECONDS = 0.002
 _STOP_SECONDS = 120.0

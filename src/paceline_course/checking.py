@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LabError
-from paceline.processes import signal_name
+from paceline.host.processes import signal_name
 from paceline_course.cells import names_in, read_notebook, tags_of
 from paceline_course.course import Lab
 from paceline_course.exercises import Verdict

@@ -15,7 +15,7 @@ from paceline.cli.options import FiniteRange, LocalPath, json_option
 from paceline.cli.output import echo, print_json, print_table, store_verdict
 from paceline.command import command
 from paceline.errors import LabError
-from paceline.files import refuse_special_outputs
+from paceline.parsing.files import refuse_special_outputs
 
 _lab_argument: Callable[[Any], Any] = click.argument("number", metavar="N")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.processes import ProcessGroup, without_rank_variables
+from paceline.host.processes import ProcessGroup, without_rank_variables
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from paceline.processes import ProcessGroup
+from paceline.host.processes import ProcessGroup
 
 
 class CommandError(Exception):

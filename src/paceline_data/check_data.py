@@ -14,8 +14,8 @@ from annotated_types import Ge
 
 from paceline.command import Log, Overrides, Shape, command
 from paceline.pages.shown import Document, Result, Shown
-from paceline.plain_text import one_line
-from paceline.units import counted
+from paceline.parsing.plain_text import one_line
+from paceline.parsing.units import counted
 
 if TYPE_CHECKING:
     from rich.text import Text

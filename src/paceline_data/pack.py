@@ -21,10 +21,10 @@ from annotated_types import Ge, Le
 
 from paceline.command import Log, Shape, command
 from paceline.errors import DataError, PacelineError
-from paceline.machine import available_cores
+from paceline.host.machine import available_cores
 from paceline.pages.shown import Document, Result, Shown
-from paceline.registry import load_all
-from paceline.units import counted, format_bytes, format_count, format_seconds
+from paceline.parsing.units import counted, format_bytes, format_count, format_seconds
+from paceline.plugins.registry import load_all
 
 _EVERY_SECONDS = 5.0
 _NUMBER = re.compile(r"0|[1-9][0-9]*")

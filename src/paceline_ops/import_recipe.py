@@ -11,7 +11,7 @@ from annotated_types import Ge
 from paceline.cli.output import echo, print_json
 from paceline.command import Shape, command
 from paceline.errors import RecipeError
-from paceline.files import refuse_special_outputs
+from paceline.parsing.files import refuse_special_outputs
 
 if TYPE_CHECKING:
     from paceline_ops.imports.draft import Conversion

@@ -14,7 +14,7 @@ from paceline.cli.output import echo
 from paceline.cli.streams import exit_on_signals, make_optional
 from paceline.command import Best, Shape, Target, TrustCode, Weights, command
 from paceline.errors import PacelineError
-from paceline.loading import loading
+from paceline.plugins.loading import loading
 
 _MEBIBYTE = 2**20
 _OPEN = (
@@ -67,8 +67,8 @@ class Serve:
         make_optional(sys.stdout)
         with loading():
             from paceline.distributed.device import choose_device
+            from paceline.host.world import World
             from paceline.inference.predict import open_predictor
-            from paceline.world import World
             from paceline_ops.serving import server
             from paceline_ops.serving.service import ServiceLimits
 

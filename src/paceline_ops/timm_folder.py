@@ -23,13 +23,13 @@ from paceline.checkpoint.weights import ROUNDED, SavedWeights, weights_sha256
 from paceline.errors import ModelError, RecipeError, RunDirectoryError
 from paceline.inference.export import ExportRequest, file_metadata, rounded, write_tensors
 from paceline.models.build import HUB, hub_network
+from paceline.parsing.units import metric_unit
 from paceline.recipe.model import ModelSection
 from paceline.records.events import for_display
 from paceline.records.reader import NO_METRICS, read_environment, read_events
 from paceline.records.run_directory import RunDirectory
 from paceline.tasks.exportable import Exportable
 from paceline.tasks.trained import open_exportable, trained_recipe, trained_task
-from paceline.units import metric_unit
 
 _BEYOND_ONE_LABEL = {
     "labels": "gives an image any number of labels",

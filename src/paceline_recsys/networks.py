@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from paceline.errors import ModelError
 from paceline.models.factories import call_factory, named_factory, unknown_model
+from paceline.parsing.units import format_bytes
 from paceline.plan.strategy import optimizer_state_numbers
 from paceline.recipe.model import ModelSection
 from paceline.recipe.schema import Recipe
-from paceline.units import format_bytes
 
 
 class LowRankCross(nn.Module):

@@ -16,8 +16,8 @@ from torch import nn
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.image.decode import BrokenImageError
 from paceline.errors import DataError
-from paceline.files import SkippedItems
-from paceline.plain_text import load_json
+from paceline.parsing.files import SkippedItems
+from paceline.parsing.plain_text import load_json
 from paceline.prediction.predictor import NOT_FINITE, Answer, Predictor
 from paceline.prediction.sources import PictureFile
 from paceline_recsys.dataset import ClickRows

@@ -18,12 +18,12 @@ from torch import nn
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Pipeline, Placement
+from paceline.host.world import World
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.multilabel import RankedScores, area_under_curve
 from paceline.plan import DataFacts
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task
-from paceline.world import World
 from paceline_recsys.dataset import ClickDataset, ClickSource
 from paceline_recsys.networks import build_click_model, describe_tables
 from paceline_recsys.pipeline import ClickPipeline

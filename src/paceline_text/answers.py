@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.image.decode import BrokenImageError
 from paceline.errors import DataError, NotFiniteError, RecipeError
-from paceline.files import SkippedItems, has_extension, refuse_special_inputs
-from paceline.plain_text import load_json
+from paceline.parsing.files import SkippedItems, has_extension, refuse_special_inputs
+from paceline.parsing.plain_text import load_json
 from paceline.prediction.predictor import NOT_FINITE, Answer, Predictor, Prompt, Reply
 from paceline.prediction.sources import PictureFile
 from paceline.recipe.data import TextSection

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from paceline.data.image.dataset import stratified_split
 from paceline.errors import DataError
-from paceline.files import refuse_special_inputs
-from paceline.plain_text import load_json
+from paceline.parsing.files import refuse_special_inputs
+from paceline.parsing.plain_text import load_json
 from paceline_text.tokenizer import TokenIds, Tokenizer, text_digest, tokenizer_from
 
 IGNORED_TARGET = -100

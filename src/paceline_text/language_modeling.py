@@ -18,16 +18,16 @@ from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights
-from paceline.dataset_registry import DatasetNames
 from paceline.errors import DataError, ModelError
-from paceline.files import SkippedItems
+from paceline.host.world import World
 from paceline.metrics.accumulator import Collector, Metric, exact_sum
+from paceline.parsing.files import SkippedItems
 from paceline.plan import DataFacts
+from paceline.plugins.dataset_registry import DatasetNames
 from paceline.recipe.model import ModelSection
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task
-from paceline.world import World
 from paceline_text.corpus import IGNORED_TARGET, StoredCorpus, TextDataset, without_text
 from paceline_text.models import build_language_model, is_causal
 from paceline_text.pipeline import (

@@ -9,9 +9,9 @@ from typing import Annotated
 from annotated_types import Ge, Lt
 
 from paceline.command import Shape
-from paceline.files import SkippedItems
 from paceline.pages.shown import Document, Result, Shown
-from paceline.units import counted, format_bytes
+from paceline.parsing.files import SkippedItems
+from paceline.parsing.units import counted, format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from paceline.data.tables import (
     find_files,
 )
 from paceline.errors import DataError
-from paceline.files import SkippedItems, has_extension, visible_entries
+from paceline.parsing.files import SkippedItems, has_extension, visible_entries
 from paceline.recipe.data import Data
 from paceline_text.corpus import Split, split_by_name
 

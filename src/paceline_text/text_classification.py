@@ -16,17 +16,17 @@ from paceline.data.batch import Batch
 from paceline.data.class_sampling import SampleClasses
 from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
-from paceline.dataset_registry import DatasetNames
+from paceline.host.world import World
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import absent_classes
-from paceline.plain_text import one_form
+from paceline.parsing.plain_text import one_form
 from paceline.plan import DataFacts
+from paceline.plugins.dataset_registry import DatasetNames
 from paceline.recipe.model import ModelSection
 from paceline.recipe.unused import all_but
 from paceline.tasks.class_losses import ClassificationLoss, rank_of_target
 from paceline.tasks.task import Model, Task
-from paceline.world import World
 from paceline_text.corpus import StoredCorpus, without_text
 from paceline_text.models import build_text_classifier
 from paceline_text.pipeline import padded, padding

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Batch, Nested
 from paceline.data.slices import SampleWeights
+from paceline.host.world import World
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.plan import DataFacts
 from paceline.tasks.task import Model, Task
-from paceline.world import World
 from paceline_text.corpus import IGNORED_TARGET, StoredCorpus
 from paceline_text.entities import ENTITY_METRICS, IOB2, EntityScores, entity_counts, entity_names, entity_types
 from paceline_text.text_classification import TextClassification

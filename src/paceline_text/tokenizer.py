@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import DataError
-from paceline.files import refuse_special_inputs
-from paceline.plain_text import load_json
+from paceline.parsing.files import refuse_special_inputs
+from paceline.parsing.plain_text import load_json
 from paceline.storage.hub import model_files
 
 TokenIds = NDArray[np.int64]

@@ -21,7 +21,7 @@ from paceline.classifier import classifier_layers
 from paceline.errors import ModelError, did_you_mean
 from paceline.models.adapters import PartlyNew
 from paceline.models.factories import mix_in
-from paceline.plain_text import load_json
+from paceline.parsing.plain_text import load_json
 from paceline.recipe.model import OPENING_OPTIONS, ModelSection
 from paceline.storage.hub import model_files
 

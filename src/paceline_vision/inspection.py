@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.data.image.dataset import ImageDataset
 from paceline.data.image.source import Image
-from paceline.dataset_registry import open_registered
+from paceline.plugins.dataset_registry import open_registered
 from paceline.recipe.data import Data
 from paceline.recipe.schema import Recipe
 from paceline_vision.detection.dataset import BoxDataset, BoxSource, read_fitting

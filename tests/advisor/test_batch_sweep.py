@@ -98,7 +98,7 @@ def test_a_run_is_the_same_in_processes_of_its_own(tmp_path: Path) -> None:
 
 
 def test_who_does_not_get_there_is_counted_as_such(tmp_path: Path) -> None:
-    from paceline.units import Duration
+    from paceline.parsing.units import Duration
 
     changes: dict[str, Any] = {"batch_sizes": (64,), "lr_rules": ("constant",), "longest": Duration(10, "steps")}
     # To stop on the way is of no use here, and is left out.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.devices import find_device
 from paceline.errors import DataError, RecipeError
+from paceline.host.devices import find_device
 from paceline_advisor.clusters import CLUSTERS, find_cluster
 
 WITHIN = "within: {gigabytes_per_second: 20, latency_microseconds: 10}"

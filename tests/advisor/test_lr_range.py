@@ -17,9 +17,9 @@ import torch
 
 import paceline
 from paceline.errors import DataError, PacelineError, RecipeError, TrainingError
+from paceline.host.world import STOP_SIGNALS
 from paceline.pages.shown import write_result
 from paceline.recipe.load import load_recipe
-from paceline.world import STOP_SIGNALS
 from paceline_advisor.commands import Sweep
 from paceline_advisor.tuning.lr_range import as_tested, find_lr, sparkline
 

@@ -17,10 +17,10 @@ from torch import nn
 import paceline
 from paceline.data.batch import Batch
 from paceline.errors import LaunchError, RecipeError, TrainingError
+from paceline.host.world import World
 from paceline.models.small_resnet import small_resnet
 from paceline.recipe.load import load_recipe
 from paceline.tasks.task import Task, build_task
-from paceline.world import World
 from paceline_advisor.commands import Prove
 from paceline_advisor.prove.evidence import difference
 from paceline_advisor.prove.recorder import REFERENCE, RecorderConfig, RecordingTask

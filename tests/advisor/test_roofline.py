@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.devices import find_device
 from paceline.errors import RecipeError
-from paceline.machine import cache_folder
+from paceline.host.devices import find_device
+from paceline.host.machine import cache_folder
 from paceline.models.ceilings import Ceilings
 from paceline.models.flops import Product, StepWork, Work
 from paceline.pages.page import Chart

@@ -12,17 +12,17 @@ import pytest
 from calls import Call
 from PIL import Image
 
-from paceline import dataset_registry
 from paceline.data.image.sets.packed import read_manifest
-from paceline.installed_packages import entry_points
+from paceline.plugins import dataset_registry
+from paceline.plugins.installed_packages import entry_points
 
-pytest.importorskip("pyarrow", reason="packing needs pyarrow")
+pyarrow = pytest.importorskip("pyarrow", reason="packing needs pyarrow")
 
 CODE = """
 from paceline.data.image.sets import TABLE
 from paceline.data.image.tables import ImageTable
 from paceline.data.tables import TableFile
-from paceline.dataset_registry import dataset
+from paceline.plugins.dataset_registry import dataset
 
 
 @dataset("path_list", endings=(".paths",), keys=TABLE)
@@ -72,6 +72,35 @@ def test_every_command_knows_it(pictures: Path, paceline_here: Call, tiny: tuple
     paceline_here("train", "digits", "data.dataset=path_lst", "data.path=pets.paths").refused("mean 'path_list'")
     refused = paceline_here("train", "pets.paths", *short, "data.split_column=is", "--run-dir", "other")
     refused.refused("'data.split_column' has no effect with data.dataset=path_list")
+
+
+ORC = """
+from pyarrow import orc
+
+from paceline.data.image.sets import TABLE
+from paceline.data.image.tables import ImageTable
+from paceline.data.tables import TableFile
+from paceline.plugins.dataset_registry import dataset
+
+
+@dataset("orc", endings=(".orc",), keys=TABLE)
+def path_list(request):
+    return ImageTable(request.path, [TableFile(request.path, orc.read_table)], request).open_paths()
+"""
+
+
+def test_a_function_may_read_the_table(pictures: Path, paceline_here: Call, tiny: tuple[str, ...]) -> None:
+    orc = pytest.importorskip("pyarrow.orc", reason="this pyarrow reads no ORC")
+    (pictures / "site" / "path_lists.py").write_text(ORC)
+    entries = pictures / "site" / "lists-1.0.dist-info" / "entry_points.txt"
+    entries.write_text("[paceline.datasets]\norc = path_lists:path_list\n")
+    orc.write_table(
+        pyarrow.Table.from_pylist(list(map(json.loads, (pictures / "pets.paths").read_text().splitlines()))), "pets.orc"
+    )
+    short = ("train.duration=2 steps", "model.name=small_resnet", "data.image_size=8", *tiny)
+    paceline_here("train", "pets.orc", *short, "--run-dir", "run").ended(0)
+    Path("pets.orc").write_bytes(b"ORC of no use")
+    paceline_here("train", "pets.orc", *short, "--run-dir", "other").refused("pets.orc' cannot be read (")
 
 
 def test_a_package_that_cannot_be_imported_stops_only_what_needs_it(pictures: Path, paceline_here: Call) -> None:

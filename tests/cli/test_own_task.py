@@ -12,7 +12,7 @@ import torch
 from calls import Call
 from PIL import Image
 
-from paceline.installed_packages import entry_points
+from paceline.plugins.installed_packages import entry_points
 
 PACKAGES = Path(__file__).parents[1] / "packages"
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.machine import available_cores
+from paceline.host.machine import available_cores
+from paceline.parsing.units import Duration
 from paceline.recipe.load import load_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import BatchSection
-from paceline.units import Duration
 from paceline_advisor.bench.interleaved import recipe_for_timing
 from paceline_advisor.clusters import Cluster, Link
 from paceline_advisor.formulas.parallel_step import Host, ParallelConfig, StepPrediction, predict

@@ -23,13 +23,13 @@ from paceline.checkpoint.weights import read_weights
 from paceline.data.order import epoch_order
 from paceline.data.pipeline import Placement
 from paceline.errors import RecipeError
+from paceline.host.world import World
 from paceline.recipe.load import load_recipe
 from paceline.records.ledger import LedgerWriter
 from paceline.reports.audit import audit_run, used_samples
 from paceline.tasks.facts import geometry_of
 from paceline.tasks.task import build_task
 from paceline.trainer.subject import Subject
-from paceline.world import World
 
 # 61 images of three classes, 44, 12 and 5; the network and its inputs are in float64.
 TASK = """

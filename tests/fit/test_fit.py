@@ -142,8 +142,8 @@ def test_a_scheduler_moves_as_in_a_loop_of_one_s_own(fit: Fit, interval: str) ->
 def test_scores_are_those_of_the_same_weights(fit: Fit) -> None:
     result = fit("run", held_out=HELD_OUT, metrics={"mae": lambda outputs, targets: (outputs - targets).abs()})
     outputs = result.model(HELD_OUT[0])
-    assert result.metrics["loss"] == pytest.approx(F.mse_loss(outputs, HELD_OUT[1]).item(), abs=1e-6)
-    assert result.metrics["mae"] == pytest.approx(F.l1_loss(outputs, HELD_OUT[1]).item(), abs=1e-6)
+    assert result.metrics["loss"] == pytest.approx(F.mse_loss(outputs, HELD_OUT[1]).item(), rel=1e-6)
+    assert result.metrics["mae"] == pytest.approx(F.l1_loss(outputs, HELD_OUT[1]).item(), rel=1e-6)
     assert torch.equal(result.predict(HELD_OUT[0]), outputs)
     assert torch.equal(result.predict(HELD_OUT), outputs)
     assert [each["mae"] for each in result.history()][-1] == result.metrics["mae"]
@@ -281,7 +281,7 @@ def test_a_loss_of_the_model_and_the_batch(fit: Fit) -> None:
     short = fit("short", held_out=HELD_OUT, metrics=metrics)
     assert full.summary.weights_sha256 == short.summary.weights_sha256
     assert full.metrics["mae"] == short.metrics["mae"]
-    assert full.metrics["loss"] == pytest.approx(short.metrics["loss"], abs=1e-6)
+    assert full.metrics["loss"] == pytest.approx(short.metrics["loss"], rel=1e-6)
 
 
 def test_a_data_loader_is_taken_apart(fit: Fit, runs: Path) -> None:

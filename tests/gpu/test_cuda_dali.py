@@ -17,8 +17,8 @@ from paceline.data.image.datasets import open_dataset
 from paceline.data.image.pipeline import open_backend
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
+from paceline.host.world import World
 from paceline.recipe.data import Augment, Data
-from paceline.world import World
 from paceline_ops.dali.choice import import_problem
 
 pytestmark = pytest.mark.skipif(bool(import_problem()), reason=f"needs DALI: {import_problem()}")

@@ -14,8 +14,8 @@ from paceline.data.image.pipeline import open_backend
 from paceline.data.image.transforms import Mixing
 from paceline.data.loaders.memory import MemoryBackend
 from paceline.data.order import StepGeometry
+from paceline.host.world import World
 from paceline.recipe.data import Augment, Data, Mix
-from paceline.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 VARIED = Augment(crop="pad", padding=1, padding_mode="reflect", flip=0.5)

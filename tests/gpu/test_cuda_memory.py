@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.devices import recognise
 from paceline.distributed.device import describe_machine
+from paceline.host.devices import recognise
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_step import fake_step
 from paceline_advisor.memory.allocator import MIB

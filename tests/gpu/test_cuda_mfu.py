@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.devices import recognise
+from paceline.host.devices import recognise
 from paceline.models.flops import WorkCounter
 from paceline.trainer import utilisation
 

@@ -15,8 +15,8 @@ from paceline.data.batch import Normalize, Placement, to_device
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.pipeline import open_backend
 from paceline.data.order import StepGeometry
+from paceline.host.world import World
 from paceline.recipe.data import Data
-from paceline.world import World
 
 SHORT = {
     "train.duration": "20 steps",

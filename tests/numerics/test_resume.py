@@ -13,8 +13,8 @@ import torch
 from calls import Call
 
 from paceline.data.batch import Batch
+from paceline.plugins.references import trusting_code
 from paceline.recipe.load import load_recipe
-from paceline.references import trusting_code
 from paceline.reports.audit import audit_run
 
 STEPS = 7

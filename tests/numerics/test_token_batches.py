@@ -17,8 +17,8 @@ import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry, epoch_order
+from paceline.host.world import World
 from paceline.reports.audit import audit_run
-from paceline.world import World
 from paceline_text.language_modeling import LanguageModeling
 
 RECIPE = """

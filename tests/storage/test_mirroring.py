@@ -22,11 +22,11 @@ from paceline.checkpoint.mirror import CommitListing, Mirror, list_commits
 from paceline.checkpoint.publish import LocalCheckpoint
 from paceline.checkpoint.store import CheckpointStore
 from paceline.errors import StorageError
+from paceline.parsing.units import TimeSpan
 from paceline.recipe.running import Checkpoint
 from paceline.storage.remote import Remote, Retries
 from paceline.trainer import mirroring
 from paceline.trainer.mirroring import Mirroring
-from paceline.units import TimeSpan
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from paceline.checkpoint.weights import read_weights
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.errors import PacelineError
+from paceline.host.world import World
 from paceline.inference.predict import open_predictor
 from paceline.prediction.predictor import Prompt
 from paceline.recipe.load import load_recipe
@@ -25,7 +26,6 @@ from paceline.reports.audit import audit_run
 from paceline.tasks.trained import open_exportable
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
-from paceline.world import World
 from paceline_text.answers import Sampling, TextPredictor
 from paceline_text.corpus import IGNORED_TARGET
 from paceline_text.language_modeling import LanguageModeling

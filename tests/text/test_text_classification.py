@@ -20,6 +20,7 @@ from tiny_text import reviews, tokenizer_folder, write_lines
 from paceline.checkpoint.weights import read_weights
 from paceline.cli.predict import Predict
 from paceline.errors import ModelError, PacelineError
+from paceline.host.world import World
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import load_predictor, open_predictor
 from paceline.metrics.confusion import scores_by_class
@@ -29,7 +30,6 @@ from paceline.recipe.load import load_recipe
 from paceline.recipe.model import Adapters, ModelSection
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
-from paceline.world import World
 from paceline_text.models import build_text_classifier
 from paceline_text.text_classification import TextClassification
 

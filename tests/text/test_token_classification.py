@@ -29,6 +29,7 @@ from paceline.cli.predict import Predict
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.errors import DataError, PacelineError
+from paceline.host.world import World
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import open_predictor
 from paceline.recipe.data import Data, TextSection
@@ -36,7 +37,6 @@ from paceline.recipe.load import load_recipe
 from paceline.reports.audit import audit_run
 from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
-from paceline.world import World
 from paceline_advisor.memory.estimate import estimate_memory
 from paceline_text.answers import TextLabeller
 from paceline_text.entities import EntityScores

@@ -18,7 +18,7 @@ from paceline.command import Log, Output, Shape, command
 from paceline.errors import RecipeError
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
-from paceline.units import Duration
+from paceline.parsing.units import Duration
 from paceline_advisor.commands import FindLr
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline import dataset_registry
-from paceline.dataset_registry import DatasetNames, dataset_names, find_dataset
-from paceline.installed_packages import entry_points
 from paceline.models.build import model_names
+from paceline.plugins import dataset_registry
+from paceline.plugins.dataset_registry import DatasetNames, dataset_names, find_dataset
+from paceline.plugins.installed_packages import entry_points
 
 CODE = """
-from paceline.dataset_registry import dataset
+from paceline.plugins.dataset_registry import dataset
 
 
 @dataset("orchard", kind="images", endings=(".orchard",), keys=("path",))

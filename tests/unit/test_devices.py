@@ -2,8 +2,8 @@
 
 import pytest
 
-from paceline.devices import DEVICES, find_device, recognise
 from paceline.errors import RecipeError
+from paceline.host.devices import DEVICES, find_device, recognise
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from paceline.errors import (
     did_you_mean,
     setting_error,
 )
-from paceline.units import Duration
+from paceline.parsing.units import Duration
 
 
 def test_the_nearest_names_are_given() -> None:

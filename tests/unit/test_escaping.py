@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from paceline.plain_text import csv_cell, one_line, printable, text_of_cell
+from paceline.parsing.plain_text import csv_cell, one_line, printable, text_of_cell
 
 HOSTILE = {
     "colour": "\x1b[31mred\x1b[0m",

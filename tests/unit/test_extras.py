@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.extras import EXTRAS, Library, extra_of, missing_library
+from paceline.plugins.extras import EXTRAS, Library, extra_of, missing_library
 
 ROOT = Path(__file__).parents[2]
 FOR_DEVELOPERS = {"dev", "ci"}

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.installed_packages import entry_points, recall
-from paceline.references import is_ours
+from paceline.plugins.installed_packages import entry_points, recall
+from paceline.plugins.references import is_ours
 
 SOURCES = Path(paceline.__file__).parents[1]
 
@@ -75,7 +75,9 @@ ONE = {"paceline.tasks": [["one", "first:One"]]}
 def test_metadata_is_read_once(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert now_registered() == ONE
     assert len(remembered(tmp_path)) == 1
-    monkeypatch.setattr("paceline.installed_packages._read_entry_points", lambda: pytest.fail("it was read again"))
+    monkeypatch.setattr(
+        "paceline.plugins.installed_packages._read_entry_points", lambda: pytest.fail("it was read again")
+    )
     assert now_registered() == ONE
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.loading import loading
+from paceline.plugins.loading import loading
 
 
 @pytest.fixture(autouse=True)
@@ -167,5 +167,5 @@ assert sys.modules["torch._dynamo.utils"] is before
 
 @pytest.mark.parametrize("program", COMPILER_PROGRAMS.values(), ids=COMPILER_PROGRAMS)
 def test_torchvision_is_loaded_without_the_compiler(program: str) -> None:
-    imports = "import sys\nimport torch\nfrom paceline.loading import without_compiler\n"
+    imports = "import sys\nimport torch\nfrom paceline.plugins.loading import without_compiler\n"
     subprocess.run([sys.executable, "-c", imports + program], check=True)

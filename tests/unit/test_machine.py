@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline import machine
-from paceline.machine import available_cores, busy_message, cpu_name, cpu_quota, memory_bytes, memory_limit
+from paceline.host import machine
+from paceline.host.machine import available_cores, busy_message, cpu_name, cpu_quota, memory_bytes, memory_limit
 from paceline.records.environment import cpu_facts
 
 
@@ -29,7 +29,7 @@ def test_everyone_counts_alike() -> None:
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no process to cores")
 def test_only_the_cores_this_process_is_bound_to_count() -> None:
     bind = "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
-    program = f"import os; from paceline.machine import available_cores; {bind}; print(available_cores())"
+    program = f"import os; from paceline.host.machine import available_cores; {bind}; print(available_cores())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "1\n"
 

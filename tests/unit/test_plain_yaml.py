@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.errors import RecipeError
-from paceline.plain_text import load_json
-from paceline.plain_yaml import load_plain, yaml_line
+from paceline.parsing.plain_text import load_json
+from paceline.parsing.plain_yaml import load_plain, yaml_line
 from paceline.recipe.load import load_recipe, stored_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.processes import Child, ProcessGroup, received_signals
+from paceline.host.processes import Child, ProcessGroup, received_signals
 
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="descendants are found in /proc")
 FOR_EVER = "import time; time.sleep(60)"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ModelError
-from paceline.references import is_reference, is_same_class, load_reference
+from paceline.plugins.references import is_reference, is_same_class, load_reference
 
 
 @pytest.fixture

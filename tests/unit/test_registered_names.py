@@ -15,17 +15,17 @@ import pytest
 import torch
 
 import paceline
-from paceline import dataset_registry, registry
 from paceline.cli.main import run
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.pipeline import available_backends
 from paceline.data.image.transforms import Variation
-from paceline.dataset_registry import dataset_names
 from paceline.errors import DataError, PacelineError, RecipeError
-from paceline.installed_packages import entry_points
 from paceline.optim.build import build_optimizer, build_schedules
 from paceline.plan.rates import LearningRate
 from paceline.plan.run_logs import check_logs
+from paceline.plugins import dataset_registry, registry
+from paceline.plugins.dataset_registry import dataset_names
+from paceline.plugins.installed_packages import entry_points
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree
 from paceline.tasks.class_losses import ClassificationLoss
 from paceline.tasks.task import build_task
@@ -176,7 +176,7 @@ SATELLITE = """
 import numpy as np
 from paceline.data.image.dataset import Probe, in_splits
 from paceline.data.image.source import ArraySource
-from paceline.dataset_registry import Size, dataset
+from paceline.plugins.dataset_registry import Size, dataset
 
 
 @dataset("satellite", keys=("path", "options", "validation_fraction"), size=Size("Satellite", 1000, 2, 16))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.extras import EXTRAS
+from paceline.plugins.extras import EXTRAS
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent

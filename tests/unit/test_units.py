@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.units import (
+from paceline.parsing.units import (
     Duration,
     TimeSpan,
     format_bytes,

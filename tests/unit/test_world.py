@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from paceline.world import World
+from paceline.host.world import World
 
 
 def test_alone_by_default_and_only_rank_zero_is_first() -> None:

@@ -22,6 +22,7 @@ from paceline.data.image.decode import BrokenImageError
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.errors import ModelError, PacelineError
+from paceline.host.world import World
 from paceline.inference.predict import open_predictor
 from paceline.recipe.load import load_recipe
 from paceline.tasks.facts import geometry_of
@@ -30,7 +31,6 @@ from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.fake_batch import batch_maker
 from paceline.trainer.subject import Subject
 from paceline.trainer.train import plan_only
-from paceline.world import World
 from paceline_advisor.memory.batch_trial import TrialConfig, TrialTask
 from paceline_advisor.scaling.network import describe
 from paceline_vision.detection import predictor as detection

@@ -15,12 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
 from paceline.errors import ModelError
+from paceline.host.world import World
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import fixed_batch, largest_micro_batch, with_placeholder_data
 from paceline.trainer.fake_step import fake_step
-from paceline.world import World
 from paceline_advisor.memory.job import peak_of
 from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP, trace_step, trace_steps
 from paceline_vision.detection.networks import SmallPyramid, small_fasterrcnn

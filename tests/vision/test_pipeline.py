@@ -11,8 +11,8 @@ import torch
 from paceline.data.batch import Normalize, Placement
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.order import StepGeometry
+from paceline.host.world import World
 from paceline.recipe.data import Augment, GeneratedBoxes
-from paceline.world import World
 from paceline_vision.detection.dataset import BoxDataset, DetectedObjects
 from paceline_vision.segmentation.dataset import IGNORED, MaskDataset, from_objects
 from paceline_vision.segmentation.pipeline import MaskPipeline, MaskView, fitted_size

@@ -25,6 +25,7 @@ from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
 from paceline.data.slices import SampleSlice
 from paceline.errors import PacelineError
+from paceline.host.world import World
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import load_predictor, open_predictor
 from paceline.recipe.load import load_recipe
@@ -32,7 +33,6 @@ from paceline.recipe.model import ModelSection
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
-from paceline.world import World
 from paceline_vision.segmentation.dataset import IGNORED, MaskDataset
 from paceline_vision.segmentation.metrics import PixelConfusion
 from paceline_vision.segmentation.networks import build_segmenter

@@ -15,8 +15,8 @@ import paceline
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
+from paceline.host.world import World
 from paceline.recipe.load import load_recipe
-from paceline.world import World
 from paceline_vision.detection.task import Detection
 
 SEED, STEPS, BATCH, RATE = 3, 3, 2, 1e-4  # as in the recipe

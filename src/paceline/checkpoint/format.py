@@ -39,8 +39,8 @@ from paceline.checkpoint.durable import (
     write_file,
 )
 from paceline.errors import CheckpointError
-from paceline.files import LFS_POINTER, LFS_START
-from paceline.plain_text import load_json
+from paceline.parsing.files import LFS_POINTER, LFS_START
+from paceline.parsing.plain_text import load_json
 from paceline.records.run_directory import sync_directory
 
 SIZE_LIMIT_BYTES = 100_000_000  # limit for a manifest, and for a safetensors header

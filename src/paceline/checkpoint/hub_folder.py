@@ -15,7 +15,7 @@ from typing import Any
 from paceline.checkpoint.durable import read_regular_file, reporting_disk_errors
 from paceline.checkpoint.format import read_header
 from paceline.errors import CheckpointError
-from paceline.plain_text import load_json, utf8
+from paceline.parsing.plain_text import load_json, utf8
 from paceline.recipe.model import OPENING_OPTIONS
 
 CONFIG = "config.json"

@@ -41,7 +41,7 @@ from paceline.checkpoint.format import (
     read_tensors,
 )
 from paceline.errors import CheckpointError, UnreadableError, VersionError, did_you_mean
-from paceline.plain_text import load_json
+from paceline.parsing.plain_text import load_json
 
 MANIFEST = "manifest.json"
 _VERSION = 2

@@ -34,10 +34,10 @@ from paceline.checkpoint.manifest import MANIFEST, check_stamp, read_manifest, v
 from paceline.checkpoint.publish import LocalCheckpoint
 from paceline.checkpoint.store import Best, CheckpointStore
 from paceline.errors import CheckpointError, StorageError, UnreadableError, VersionError
-from paceline.plain_text import load_json
+from paceline.parsing.plain_text import load_json
+from paceline.parsing.units import format_bytes
 from paceline.records.run_directory import sync_directory
 from paceline.storage.remote import Remote, run_concurrently
-from paceline.units import format_bytes
 
 _VERSION = 2
 _COMMIT = re.compile(r"commits/(\d{8,})-[0-9a-f]{8}\.json")

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.parsing.units import TimeSpan, format_seconds
 from paceline.records.run_directory import Identity, RunDirectory, write_identity, write_text
-from paceline.units import TimeSpan, format_seconds
 
 if TYPE_CHECKING:  # so that a thread that writes needs no torch, and a loop without a recipe no pydantic
     from paceline.checkpoint.state import State

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint.format import Chunk, ChunkOf, TensorSpec, inventory, map_tensors
 from paceline.checkpoint.manifest import check_component_names
 from paceline.errors import CheckpointError, did_you_mean
-from paceline.machine import available_cores
+from paceline.host.machine import available_cores
 
 State = Mapping[str, Any]
 

@@ -56,8 +56,8 @@ from paceline.checkpoint.manifest import (
 )
 from paceline.checkpoint.state import State
 from paceline.errors import CheckpointError, UnreadableError
-from paceline.files import free_name
-from paceline.plain_text import load_json
+from paceline.parsing.files import free_name
+from paceline.parsing.plain_text import load_json
 from paceline.records.run_directory import sync_directory
 
 T = TypeVar("T")

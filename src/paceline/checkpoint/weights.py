@@ -20,12 +20,12 @@ from paceline.checkpoint.manifest import check_sizes, read_weights_file
 from paceline.checkpoint.state import adapt_weights, check_inventory
 from paceline.checkpoint.store import CheckpointStore, retry_if_replaced, step_of
 from paceline.errors import CheckpointError, NotFiniteError
-from paceline.plain_text import load_json, one_line
+from paceline.parsing.plain_text import load_json, one_line
+from paceline.plugins.references import is_ours
 from paceline.recipe.load import Overrides, stored_recipe
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_identity, recorded_runs, recorded_step
 from paceline.records.run_directory import RunDirectory, no_run_message
-from paceline.references import is_ours
 
 _LOG = logging.getLogger("paceline.weights")
 

@@ -10,10 +10,10 @@ import click
 
 from paceline.command import Log, Shape, command
 from paceline.errors import ModelError, RecipeError, did_you_mean
-from paceline.extras import EXTRAS, Extra
 from paceline.pages.page import Table
 from paceline.pages.shown import Document, Result, Shown
-from paceline.units import format_bytes
+from paceline.parsing.units import format_bytes
+from paceline.plugins.extras import EXTRAS, Extra
 
 
 @command("recipes")
@@ -87,8 +87,8 @@ class Environment:
         from paceline.data.image.decode import describe_decoder
         from paceline.data.image.pipeline import available_backends
         from paceline.distributed.device import available_devices, choose_device, describe_machine
+        from paceline.host.world import World
         from paceline.records.environment import capture_environment
-        from paceline.world import World
 
         machine = describe_machine(choose_device("auto", World()))
         document = {

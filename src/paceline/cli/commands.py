@@ -21,10 +21,10 @@ from typing import NamedTuple
 import click
 
 from paceline.errors import PacelineError
-from paceline.installed_packages import recall
-from paceline.loading import loading
-from paceline.references import load_reference
-from paceline.registry import built_in, installed, known_names
+from paceline.plugins.installed_packages import recall
+from paceline.plugins.loading import loading
+from paceline.plugins.references import load_reference
+from paceline.plugins.registry import built_in, installed, known_names
 
 
 class Listed(NamedTuple):

@@ -38,9 +38,9 @@ from paceline.command import JoinedProcesses, Log, Output, Shape, TrustCode, com
 from paceline.command import Processes as OwnProcesses
 from paceline.errors import PacelineError
 from paceline.pages.shown import Document, Result, Shown, write_result
+from paceline.parsing.units import Duration
 from paceline.recipe.load import load_recipe
 from paceline.records.run_directory import make_folder
-from paceline.units import Duration
 
 VARIABLE = "_PACELINE_COMPLETE"
 # click's scripts add a space after each word; a key's value follows without one.

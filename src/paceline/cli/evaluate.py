@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from paceline.cli.options import usable_gpus
 from paceline.command import Best, JoinedProcesses, Log, Overrides, Shape, Target, TrustCode, Weights, command
 from paceline.errors import NotFiniteError, PacelineError
-from paceline.loading import loading
 from paceline.pages.page import Table
 from paceline.pages.shown import Document, Result, Shown
-from paceline.plain_text import one_line
+from paceline.parsing.plain_text import one_line
+from paceline.parsing.units import metric_unit
+from paceline.plugins.loading import loading
 from paceline.recipe.load import refuse_training_overrides
-from paceline.units import metric_unit
 
 if TYPE_CHECKING:
     from paceline.trainer.evaluate_target import EvaluationReport, SizeSweep

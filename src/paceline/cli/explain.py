@@ -13,14 +13,14 @@ from typing import Annotated, Any
 from paceline.command import Log, Shape, command
 from paceline.pages.page import Table
 from paceline.pages.shown import Document, Result, Shown
-from paceline.plain_yaml import yaml_line
+from paceline.parsing.plain_yaml import yaml_line
+from paceline.plugins.registry import installed
 from paceline.recipe import layers, reference
 from paceline.recipe.fields import Names, plain
 from paceline.recipe.layers import with_new_names
 from paceline.recipe.load import load_recipe, shipped_recipes
 from paceline.recipe.reference import Key
 from paceline.recipe.schema import Recipe
-from paceline.registry import installed
 
 _MOST_RELATED = 8
 _WIDE = 60  # characters of a meaning in a list

@@ -11,7 +11,7 @@ from paceline.command import Best, Log, Overrides, Shape, Target, TrustCode, Wei
 from paceline.errors import PacelineError
 from paceline.inference.formats import formats
 from paceline.pages.shown import Document, Result, Shown
-from paceline.units import format_bytes
+from paceline.parsing.units import format_bytes
 
 if TYPE_CHECKING:
     from paceline.inference.export import Exported

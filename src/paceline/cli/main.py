@@ -17,10 +17,10 @@ from paceline.cli.commands import ALIASES, OPEN_GROUPS, command_of, listing, ref
 from paceline.cli.output import EXIT_CODE, echo
 from paceline.cli.streams import discard_output, final_exit_code, wrap_streams
 from paceline.errors import PacelineError, did_you_mean
-from paceline.extras import missing_library
-from paceline.loading import loading
-from paceline.registry import INCOMPLETE, built_in
-from paceline.units import format_bytes
+from paceline.parsing.units import format_bytes
+from paceline.plugins.extras import missing_library
+from paceline.plugins.loading import loading
+from paceline.plugins.registry import INCOMPLETE, built_in
 from paceline.version import __version__
 
 _EVERYTHING = "paceline.everything"

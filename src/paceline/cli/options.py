@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.distributed.environment import read_launch
-from paceline.machine import available_cores
-from paceline.references import trusting_code
+from paceline.host.machine import available_cores
+from paceline.plugins.references import trusting_code
 from paceline.storage.cache import local_path
 
 if TYPE_CHECKING:

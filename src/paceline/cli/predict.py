@@ -16,9 +16,9 @@ from paceline.cli.options import refuse_unused
 from paceline.cli.output import echo, print_json, store_verdict
 from paceline.command import Best, Log, Shape, Target, TrustCode, Weights, command
 from paceline.errors import DataError
-from paceline.files import SkippedItems
-from paceline.loading import loading
-from paceline.plain_text import one_line, utf8
+from paceline.parsing.files import SkippedItems
+from paceline.parsing.plain_text import one_line, utf8
+from paceline.plugins.loading import loading
 from paceline.recipe.load import load_recipe
 
 if TYPE_CHECKING:
@@ -145,10 +145,10 @@ class Predict:
         """
         with loading():
             from paceline.distributed.device import choose_device
+            from paceline.host.world import World
             from paceline.inference.predict import open_predictor
             from paceline.prediction.answer_files import check_output
             from paceline.prediction.sources import STANDARD_INPUT, check_exists
-            from paceline.world import World
         if self.stdin_image and [str(each) for each in self.sources] != [STANDARD_INPUT]:
             raise click.UsageError("--stdin-image is for the source - alone: the bytes of one image on standard input.")
         if self.output is not None:

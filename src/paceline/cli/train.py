@@ -29,16 +29,16 @@ from paceline.cli.output import echo, print_json, print_pairs, print_table, prog
 from paceline.cli.streams import make_optional
 from paceline.command import Overrides, RecipeName, Shape, command
 from paceline.errors import PacelineError, RunDirectoryError, StoppedError
-from paceline.loading import loading
-from paceline.machine import available_cores
-from paceline.processes import ProcessGroup, received_signals
+from paceline.host.machine import available_cores
+from paceline.host.processes import ProcessGroup, received_signals
+from paceline.host.world import COMMAND_VARIABLE, STOP_SIGNALS
+from paceline.parsing.units import counted, format_bytes, format_count, format_metric, format_seconds, metric_title
+from paceline.plugins.loading import loading
+from paceline.plugins.references import is_code_trusted, is_reference, trusting_code
 from paceline.recipe.load import OWN_LOOP, PATH_KEYS, LoadedRecipe, is_data, load_recipe, shipped_recipes, to_tree
 from paceline.recipe.schema import named_code
 from paceline.records.reader import beyond_until, read_environment, read_plan, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory, existing_run
-from paceline.references import is_code_trusted, is_reference, trusting_code
-from paceline.units import counted, format_bytes, format_count, format_metric, format_seconds, metric_title
-from paceline.world import COMMAND_VARIABLE, STOP_SIGNALS
 
 if TYPE_CHECKING:
     from paceline.distributed.local_launch import Restarts

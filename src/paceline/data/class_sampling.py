@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from paceline.data.random_draws import derive_seed
 from paceline.data.slices import SampleIds
 from paceline.errors import RecipeError, did_you_mean
-from paceline.plain_text import one_form, quoted
+from paceline.parsing.plain_text import one_form, quoted
 
 SampleClasses = NDArray[np.int64]
 """The class of each training sample, [samples]."""

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.files import TOO_FRESH_NS, remember
-from paceline.machine import cache_folder
-from paceline.plain_text import load_json
+from paceline.host.machine import cache_folder
+from paceline.parsing.files import TOO_FRESH_NS, remember
+from paceline.parsing.plain_text import load_json
 
 Arrays = dict[str, NDArray[Any]]
 Stamp = tuple[int, int, int, int]
@@ -75,7 +75,7 @@ def _digest(facts: object) -> str:
 
 
 def remember_arrays(path: Path, arrays: Arrays) -> bool:
-    """Write arrays atomically, like :func:`paceline.files.remember`."""
+    """Write arrays atomically, like :func:`paceline.parsing.files.remember`."""
     content = io.BytesIO()
     np.savez(content, **arrays)  # type: ignore[arg-type]  # its own option is a bool, and no array is named so
     return remember(path, content.getvalue())

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import DataError, data_error
-from paceline.plain_text import load_json, one_form, quoted, utf8
+from paceline.parsing.plain_text import load_json, one_form, quoted, utf8
 
 Ids = NDArray[np.int64]
 

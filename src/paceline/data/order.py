@@ -29,8 +29,8 @@ from paceline.data.balance import (
 from paceline.data.class_sampling import ClassDraws, sampled_order
 from paceline.data.keyed_order import KeyedOrder
 from paceline.data.slices import SampleIds, SampleShapes, SampleSlice, SampleWeights, even_bounds
+from paceline.host.world import World
 from paceline.plan.epochs import SORTED_AT_MOST, Epochs
-from paceline.world import World
 
 _LOOKED_AT = 200  # steps; cutting one takes about a millisecond
 _ORDERED_AHEAD = 2**16  # samples; sorting fewer takes a few milliseconds

@@ -20,8 +20,8 @@ from paceline.data.batch import Placement as Placement  # noqa: PLC0414  # your 
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.slices import SampleSlice
 from paceline.errors import ModelError
-from paceline.machine import available_cores
-from paceline.world import World
+from paceline.host.machine import available_cores
+from paceline.host.world import World
 
 
 class Pipeline(Protocol):

@@ -11,8 +11,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.machine import available_cores
-from paceline.units import format_bytes
+from paceline.host.machine import available_cores
+from paceline.parsing.units import format_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import Protocol, TypeVar
 
 from paceline.errors import data_error
-from paceline.files import is_folder, visible_entries
+from paceline.parsing.files import is_folder, visible_entries
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 

@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 
 from paceline.data.splits import SPLIT_NAMES, TRAIN, UNREAD_SPLITS, held_out_among, split_of, unread_splits
 from paceline.errors import DataError, data_error, did_you_mean
-from paceline.files import SkippedItems, has_extension, list_files, refuse_archive, refuse_special_inputs
-from paceline.plain_text import load_json, utf8
+from paceline.parsing.files import SkippedItems, has_extension, list_files, refuse_archive, refuse_special_inputs
+from paceline.parsing.plain_text import load_json, utf8
 
 Format = Literal["csv", "jsonl", "parquet", "arrow"]
 FORMATS: dict[str, Format] = {"csv": "csv", "tsv": "csv", "tab": "csv", "jsonl": "jsonl", "parquet": "parquet"}
 """Tables by the ending of their names; compressed ones are refused (:class:`TableFile`)."""
 CSV_ENDINGS = tuple(f".{each}" for each in FORMATS if FORMATS[each] == "csv")
-PLAIN_TEXTS = tuple(each for each in FORMATS if each != "parquet")
+PLAIN_TEXTS = ("csv", "tsv", "tab", "jsonl")
 
 
 def require_pyarrow() -> ModuleType:
@@ -124,10 +124,11 @@ class TableFile:
 
     Attributes:
         path: Its path.
-        format: Its format; ``arrow`` is an Arrow stream, which is memory-mapped.
+        format: Its format; ``arrow`` is an Arrow stream, which is memory-mapped; or a function that reads it as an
+            Arrow table.
     """
 
-    def __init__(self, path: Path, file_format: Format) -> None:
+    def __init__(self, path: Path, file_format: Format | Callable[[Path], Any]) -> None:
         self.path, self.format = path, file_format
         refuse_special_inputs(path)
         refuse_archive(path)
@@ -138,9 +139,10 @@ class TableFile:
 
     @cached_property
     def table(self) -> Any:
-        """Arrow's table of JSON lines or of a stream."""
+        """Arrow's table of JSON lines, of a stream, or of your function."""
+        read = self.format if callable(self.format) else {"jsonl": read_json_lines, "arrow": read_stream}[self.format]
         with explain_errors(self.path):
-            return read_json_lines(self.path) if self.format == "jsonl" else read_stream(self.path)
+            return read(self.path)
 
     @cached_property
     def schema(self) -> Any:

@@ -25,7 +25,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 from paceline.distributed.environment import LaunchEnvironment
 from paceline.distributed.local_launch import report_error
 from paceline.errors import LaunchError, OtherProcessError, PacelineError, StoppedError
-from paceline.world import STOP_SIGNALS, World
+from paceline.host.world import STOP_SIGNALS, World
 
 # The peers may be about to arrive: then the run stops in order, after its first step.
 _GRACE_SECONDS = 3.0

@@ -9,7 +9,7 @@ import torch
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.environment import read_launch
 from paceline.errors import LaunchError
-from paceline.world import World
+from paceline.host.world import World
 
 
 def current_world(rank: int | None = None, world_size: int | None = None) -> World:

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from paceline.errors import RecipeError, setting_error
-from paceline.machine import available_cores, cpu_name, memory_bytes
+from paceline.host.machine import available_cores, cpu_name, memory_bytes
+from paceline.host.world import World
 from paceline.plan import MachineFacts
-from paceline.world import World
 
 _SYS = Path("/sys")
 _THREADS = Path("/proc/self/task")

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from paceline.errors import LaunchError
-from paceline.world import World
+from paceline.host.world import World
 
 RENDEZVOUS_VARIABLE = "PACELINE_RENDEZVOUS"
 RESTARTS_VARIABLE = "PACELINE_RESTARTS"

@@ -33,10 +33,10 @@ from paceline.errors import (
     RunDirectoryError,
     TrainingError,
 )
-from paceline.plain_text import one_line, printable
-from paceline.processes import LOADER_GRACE_SECONDS, Child, ProcessGroup, WaitResult, received_signals
+from paceline.host.processes import LOADER_GRACE_SECONDS, Child, ProcessGroup, WaitResult, received_signals
+from paceline.host.world import COMMAND_VARIABLE, STOP_SIGNALS
+from paceline.parsing.plain_text import one_line, printable
 from paceline.storage.addresses import redact_secrets
-from paceline.world import COMMAND_VARIABLE, STOP_SIGNALS
 
 # Errors that every process finds alike in the user's input. Others may be temporary: a late peer, a directory in use.
 _MISTAKES = (RecipeError, DataError, ModelError)

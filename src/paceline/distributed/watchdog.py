@@ -24,8 +24,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # not in __al
 from paceline.distributed.local_launch import report_error
 from paceline.distributed.strategy import Heartbeat
 from paceline.errors import LostWorkerError, OneProcessError, PacelineError, TrainingError
-from paceline.units import format_seconds
-from paceline.world import World
+from paceline.host.world import World
+from paceline.parsing.units import format_seconds
 
 
 @dataclass(frozen=True, kw_only=True)

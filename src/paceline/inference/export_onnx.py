@@ -26,7 +26,7 @@ from paceline.data.image.transforms import evaluation_image
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError
 from paceline.inference.onnx_predictor import OUTPUT, onnx_session
 from paceline.inference.program import first_line
-from paceline.plain_text import one_form
+from paceline.parsing.plain_text import one_form
 from paceline.recipe.load import Overrides, set_by
 from paceline.recipe.schema import refuse_foreign_code
 from paceline.tasks.exportable import Exportable

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
 
-from paceline.registry import load_all
+from paceline.plugins.registry import load_all
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from paceline.checkpoint.durable import hash_file
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Normalize, Placement
 from paceline.errors import CheckpointError, DataError
-from paceline.files import refuse_special_inputs
+from paceline.parsing.files import refuse_special_inputs
 from paceline.tasks.labelling import ImageLabeller, Outputs, Preprocessing
 from paceline.tasks.views import CROPS, AveragedViews
 

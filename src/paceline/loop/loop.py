@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from paceline.errors import LoopError
-from paceline.units import Duration
+from paceline.parsing.units import Duration
 
 if TYPE_CHECKING:  # a program that only imports the class need not wait for these
     import torch
@@ -74,7 +74,7 @@ class Loop:
         device: str = "auto",
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
-        from paceline.loading import loading
+        from paceline.plugins.loading import loading
 
         with loading():
             from paceline.data.objects.keyed import seed_generators

@@ -25,6 +25,7 @@ from paceline.distributed.collectives import leave
 from paceline.distributed.device import check_communication, choose_device, describe_machine
 from paceline.distributed.environment import LaunchEnvironment, read_launch
 from paceline.errors import LoopError, RunDirectoryError
+from paceline.host.world import COMMAND_VARIABLE, World
 from paceline.plan import DataFacts, Plan, make
 from paceline.recipe.load import OWN_LOOP, LoadedRecipe, load_recipe
 from paceline.records.reader import read_plan_to_resume, read_recipe
@@ -33,7 +34,6 @@ from paceline.telemetry.display import Display, choose_display
 from paceline.telemetry.trackers import check_trackers
 from paceline.trainer.run_dir_checks import has_trained
 from paceline.trainer.subject import Options, Subject
-from paceline.world import COMMAND_VARIABLE, World
 
 _SETTINGS = (
     *("checkpoint.keep", "checkpoint.mtbf", "checkpoint.mirror", "checkpoint.mirror_patience"),

@@ -31,6 +31,7 @@ from paceline.errors import CheckpointError, LoopError, RunDirectoryError, Stopp
 from paceline.loop.kept import Kept
 from paceline.loop.opening import LoopSubject, SampleStream
 from paceline.loop.scores import Scores, modes_restored
+from paceline.parsing.units import counted, format_count
 from paceline.records.events import EvaluationEvent, StartEvent, Status, StepEvent, StopEvent
 from paceline.records.ledger import LedgerWriter, ledger_path
 from paceline.records.run_directory import write_json
@@ -44,7 +45,6 @@ from paceline.trainer.saved_run import SavedRun
 from paceline.trainer.saving import finish_mirroring, finish_saving, restore, save_checkpoint
 from paceline.trainer.step_stats import Progress, Window
 from paceline.trainer.train import wait_for_save, write_pages, write_summary
-from paceline.units import counted, format_count
 from paceline.version import __version__
 
 # What the body does in a step is its own affair: the clock sees only what is around it.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import RecipeError
 from paceline.metrics.accumulator import Metric
-from paceline.references import is_reference, load_reference
+from paceline.plugins.references import is_reference, load_reference
 
 ScoredPart = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[Any]]
 """Sample numbers, [N], with their scores and targets."""

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError, StorageError, did_you_mean
-from paceline.loading import without_compiler
 from paceline.models.factories import (
     BACKBONE_WEIGHTS,
     TORCHVISION,
@@ -29,9 +28,10 @@ from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import small_resnet
 from paceline.models.speed_net import speed_net
 from paceline.models.transfer import zero_classifier
-from paceline.plain_text import load_json
+from paceline.parsing.plain_text import load_json
+from paceline.plugins.loading import without_compiler
+from paceline.plugins.registry import installed, load
 from paceline.recipe.model import OPENING_OPTIONS, ModelSection
-from paceline.registry import installed, load
 from paceline.storage.hub import limited_waits, repository_copy
 
 OWN_MODELS: dict[str, Callable[..., nn.Module]] = {

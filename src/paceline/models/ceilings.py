@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from paceline.devices import Device
 from paceline.errors import RecipeError
+from paceline.host.devices import Device
 from paceline.models.roofline import least_seconds
 
 if TYPE_CHECKING:  # importing torch's counters takes time

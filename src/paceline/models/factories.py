@@ -10,8 +10,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 
 from paceline.errors import ModelError, did_you_mean
+from paceline.plugins.references import is_reference, load_reference
 from paceline.recipe.model import ModelSection
-from paceline.references import is_reference, load_reference
 
 TORCHVISION = "torchvision:"
 # Other weights than the newest, where a network's preprocessing fits only those.

@@ -19,9 +19,9 @@ from paceline.optim.parameter_groups import parameter_groups
 from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES, UNSUPPORTED_OPTIMIZERS
 from paceline.plan import Plan
 from paceline.plan.rates import LearningRate, OptimizerSettings, Schedules
+from paceline.plugins.registry import load
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Optimizer
-from paceline.registry import load
 
 
 def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from paceline.plain_text import html_text
+from paceline.parsing.plain_text import html_text
 
 _CODE = re.compile(r"`([^`]+)`")
 _NUMBER = re.compile(r"^[−+-]?[\d,.]+(e[+-]?\d+)?( ?(%|[a-zA-Zµ/]{1,12}))?$")

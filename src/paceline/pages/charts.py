@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.pages.blocks import Table
-from paceline.plain_text import html_text
+from paceline.parsing.plain_text import html_text
 
 SERIES = 8
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")

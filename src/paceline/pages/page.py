@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.files import refuse_special_outputs
 from paceline.pages.blocks import Block, Gallery, Marked, Picture, Table, Text, Tile, Tiles
 from paceline.pages.charts import Chart
-from paceline.plain_text import html_text
+from paceline.parsing.files import refuse_special_outputs
+from paceline.parsing.plain_text import html_text
 from paceline.records.run_directory import file_operation, write_bytes
 
 __all__ = [

@@ -16,6 +16,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from paceline.errors import RecipeError, setting_error
+from paceline.host.world import World
+from paceline.parsing.units import Duration, TimeSpan
 from paceline.plan.batching import explain_batching, largest_micro_batch, micro_batch_size, sizes_by_key
 from paceline.plan.compute import (
     Compiled,
@@ -37,8 +39,6 @@ from paceline.recipe.layers import effective_items
 from paceline.recipe.running import Profile
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import unused_keys
-from paceline.units import Duration, TimeSpan
-from paceline.world import World
 
 Occasion = Literal["evaluate", "checkpoint", "log", "noise_scale"]
 """What is done now and then."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.errors import setting_error
+from paceline.parsing.units import counted
 from paceline.plan.facts import DataFacts, MachineFacts, NetworkFacts
 from paceline.recipe.schema import Recipe
-from paceline.units import counted
 
 # A size with fewer forward passes than this is not worth the compilation time.
 _MIN_COMPILED_FRACTION = 0.05

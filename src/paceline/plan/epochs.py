@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 
 from paceline.errors import RecipeError, setting_error
-from paceline.units import Duration
+from paceline.parsing.units import Duration
 
 SORTED_AT_MOST = 2**24
 """Samples of the longest epoch whose order is sorted. This takes up to 0.5 GiB in each process: two epochs' orders, and

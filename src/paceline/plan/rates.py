@@ -16,10 +16,10 @@ from typing import SupportsFloat
 
 from paceline.errors import RecipeError, setting_error
 from paceline.plan.epochs import BatchPhase, Epochs
+from paceline.plugins.references import call_reference, is_reference
+from paceline.plugins.registry import load
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Course, Schedule
-from paceline.references import call_reference, is_reference
-from paceline.registry import load
 
 # Maximum number of phase boundaries to report; a rate that falls every epoch has as many boundaries.
 _MAX_PERIODS_SHOWN = 12

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.errors import RecipeError
+from paceline.plugins.registry import known_names, load
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
-from paceline.registry import known_names, load
 
 
 class RunLog(Protocol):

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from paceline.errors import RecipeError, setting_error
 from paceline.optimizers import OF_MATRICES, RULES
+from paceline.parsing.units import format_bytes
 from paceline.plan.facts import NetworkFacts, ParameterNumbers
 from paceline.recipe.layers import either
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Optimizer
-from paceline.units import format_bytes
 
 # Fraction of a device's memory that a replica's state may use; the rest is for activations and library overhead.
 _STATE_FRACTION = 0.7

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.errors import DataError, PacelineError
-from paceline.plain_text import csv_cell, utf8
+from paceline.parsing.plain_text import csv_cell, utf8
 from paceline.prediction.predictor import PLURALS, Predictor
 from paceline.records.run_directory import encode_json, sync_directory
 

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from paceline.errors import DataError
-from paceline.files import SkippedItems
+from paceline.parsing.files import SkippedItems
 from paceline.prediction.predictor import Answer, Predictor, Reply
 from paceline.prediction.sources import PictureFile
 from paceline.records.run_directory import encode_json

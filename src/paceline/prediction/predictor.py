@@ -18,8 +18,8 @@ from PIL import Image
 from paceline.checkpoint.weights import SavedWeights, weights_sha256
 from paceline.data.image.decode import BrokenImageError
 from paceline.errors import DataError, RecipeError
-from paceline.files import SkippedItems
-from paceline.machine import available_cores
+from paceline.host.machine import available_cores
+from paceline.parsing.files import SkippedItems
 from paceline.prediction.sources import PictureFile, pictures_of
 
 Prepared = Any

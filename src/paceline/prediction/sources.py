@@ -22,7 +22,7 @@ from paceline.data.image.dataset import SKIP_REASONS
 from paceline.data.image.decode import BrokenImageError, read_file
 from paceline.data.image.source import EXTENSIONS
 from paceline.errors import DataError
-from paceline.files import (
+from paceline.parsing.files import (
     SkippedItems,
     has_extension,
     is_ignored,

@@ -14,7 +14,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError
 
-from paceline.dataset_registry import DatasetNames
+from paceline.plugins.dataset_registry import DatasetNames
+from paceline.plugins.registry import installed
 from paceline.recipe.fields import (
     Applies,
     Auto,
@@ -37,7 +38,6 @@ from paceline.recipe.fields import (
     parse_integer,
     section,
 )
-from paceline.registry import installed
 
 
 def ascending(value: tuple[float, float]) -> tuple[float, float]:
@@ -90,7 +90,7 @@ def _one_column(value: object) -> object:
 
 
 def _used(key: str) -> Applies:
-    """Mark a key with the data sets that list it where they are registered (``paceline.dataset_registry``)."""
+    """Mark a key with the data sets that list it where they are registered (``paceline.plugins.dataset_registry``)."""
     return Applies("dataset", DatasetNames(key))
 
 

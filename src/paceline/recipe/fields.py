@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from paceline.dataset_registry import DatasetNames
-from paceline.plain_yaml import AmbiguousScalar, resolve_values, to_boolean
-from paceline.registry import Kind, built_in
-from paceline.units import DURATION_RULE, TIME_RULE, Duration, TimeSpan
+from paceline.parsing.plain_yaml import AmbiguousScalar, resolve_values, to_boolean
+from paceline.parsing.units import DURATION_RULE, TIME_RULE, Duration, TimeSpan
+from paceline.plugins.dataset_registry import DatasetNames
+from paceline.plugins.registry import Kind, built_in
 
 T = TypeVar("T")
 Auto = Literal["auto"]

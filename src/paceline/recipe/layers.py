@@ -13,14 +13,14 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
-from paceline.dataset_registry import DatasetNames
 from paceline.errors import RecipeError, did_you_mean
-from paceline.plain_yaml import to_boolean
+from paceline.parsing.plain_yaml import to_boolean
+from paceline.parsing.units import Duration, TimeSpan
+from paceline.plugins.dataset_registry import DatasetNames
+from paceline.plugins.references import is_reference
+from paceline.plugins.registry import built_in, installed, known_names
 from paceline.recipe.fields import Applies, Belongs, Names, plain
 from paceline.recipe.schema import Recipe
-from paceline.references import is_reference
-from paceline.registry import built_in, installed, known_names
-from paceline.units import Duration, TimeSpan
 
 Tree = dict[str, Any]
 Origin = Literal["file", "override"]

@@ -17,16 +17,16 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from paceline.dataset_registry import Place, dataset_at, entries
 from paceline.errors import RecipeError, did_you_mean
-from paceline.files import refuse_archive, special_kind
-from paceline.plain_yaml import MAX_DEPTH, PlainDumper, load_plain, load_whole, yaml_line
+from paceline.parsing.files import refuse_archive, special_kind
+from paceline.parsing.plain_yaml import MAX_DEPTH, PlainDumper, load_plain, load_whole, yaml_line
+from paceline.plugins.dataset_registry import Place, dataset_at, entries
+from paceline.plugins.registry import Kind, name_problem
 from paceline.recipe import layers
 from paceline.recipe.fields import plain
 from paceline.recipe.layers import with_new_names
 from paceline.recipe.schema import CODE_KEYS, TRAINING_CODE_KEYS, Recipe, is_stored, refuse_foreign_code
 from paceline.recipe.training import CLASSIFIER
-from paceline.registry import Kind, name_problem
 from paceline.storage.addresses import is_address, parse_address
 
 _MIRROR = "checkpoint.mirror"
@@ -109,7 +109,7 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
 
     Raises:
         RecipeError: If anything in it is unknown, ill-typed, or without effect; or if it is in a run directory and
-            names code to import, outside of :func:`paceline.references.trusting_code`.
+            names code to import, outside of :func:`paceline.plugins.references.trusting_code`.
     """
     notices: list[str] = []
     stored: dict[Path, layers.Tree] = {}

@@ -6,7 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.plain_yaml import to_boolean
+from paceline.parsing.plain_yaml import to_boolean
+from paceline.plugins.references import is_reference
 from paceline.recipe.fields import (
     Applies,
     Auto,
@@ -22,7 +23,6 @@ from paceline.recipe.fields import (
     Switch,
     section,
 )
-from paceline.references import is_reference
 
 OPENING_OPTIONS = frozenset(
     # timm's, torchvision's, Transformers'

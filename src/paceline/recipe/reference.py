@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
+from paceline.parsing.units import Duration, TimeSpan
 from paceline.recipe import data, running
 from paceline.recipe.fields import Applies, Needs, Off, plain
 from paceline.recipe.layers import either, field_types, mark, marks, subsection
 from paceline.recipe.schema import Recipe
-from paceline.units import Duration, TimeSpan
 
 TYPE_NAMES = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`", NoneType: ""}
 TYPE_NAMES |= {Duration: "duration", TimeSpan: "time"}

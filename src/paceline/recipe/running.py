@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from paceline.parsing.units import Duration, TimeSpan
 from paceline.recipe.fields import (
     Applies,
     Auto,
@@ -22,7 +23,6 @@ from paceline.recipe.fields import (
     parse_integer,
     section,
 )
-from paceline.units import Duration, TimeSpan
 
 _EVALUATED = Needs(("evaluate.every",), "nothing is evaluated (evaluate.every=off)")
 _HELD_OUT = Needs(("held-out samples",), "nothing is evaluated (no samples are held out)")

@@ -16,12 +16,12 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from paceline.errors import RecipeError
+from paceline.plugins.references import is_code_trusted, is_reference
 from paceline.recipe.data import Data
 from paceline.recipe.fields import Applies, Names, parse_integer, section
 from paceline.recipe.model import ModelSection
 from paceline.recipe.running import Checkpoint, EvaluateSection, Parallel, Telemetry
 from paceline.recipe.training import BatchSection, DistillationSection, Optimizer, Schedule, TrainSection
-from paceline.references import is_code_trusted, is_reference
 
 
 @section

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from paceline.optimizers import RULES, UNKNOWN_RULE, UpdateRule, optimizers_with
+from paceline.parsing.units import Duration
 from paceline.recipe.fields import (
     Applies,
     Auto,
@@ -29,7 +30,6 @@ from paceline.recipe.fields import (
     Switch,
     section,
 )
-from paceline.units import Duration
 
 CLASSIFIER = "classifier"
 """The pattern of `groups` that stands for the network's classifier."""

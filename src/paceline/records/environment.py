@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.machine import available_cores, cpu_name, memory_bytes
-from paceline.world import COMMAND_VARIABLE
+from paceline.host.machine import available_cores, cpu_name, memory_bytes
+from paceline.host.world import COMMAND_VARIABLE
 
 _PACKAGES = (
     "paceline",

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Literal, Self, TypeVar, dataclass_transform
 
 from paceline.errors import RunDirectoryError
-from paceline.plain_text import load_json
+from paceline.parsing.plain_text import load_json
 from paceline.records.run_directory import (
     encode_json,
     file_operation,

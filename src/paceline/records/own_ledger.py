@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import RunDirectoryError, VersionError
-from paceline.plain_text import load_json
+from paceline.parsing.plain_text import load_json
 from paceline.records.ledger import EpochCount, LedgerEntry, LedgerStream
 from paceline.records.run_directory import file_error, refuse_special_file, write_json
 

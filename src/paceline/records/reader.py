@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from paceline.errors import RunDirectoryError, VersionError
-from paceline.plain_text import load_json
-from paceline.plain_yaml import BoundedLoader
+from paceline.parsing.plain_text import load_json
+from paceline.parsing.plain_yaml import BoundedLoader
 from paceline.records.events import Status, for_display, parse_line, wrong_field
 from paceline.records.run_directory import (
     Identity,

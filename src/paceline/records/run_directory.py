@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import RunDirectoryError
-from paceline.files import refuse_special_outputs, special_kind
-from paceline.plain_text import utf8
+from paceline.parsing.files import refuse_special_outputs, special_kind
+from paceline.parsing.plain_text import utf8
 
 _ADVICE = {
     errno.EACCES: "Give yourself permission for it, or choose another directory.",

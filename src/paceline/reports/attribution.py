@@ -17,10 +17,10 @@ from typing import Any
 from paceline.errors import RunDirectoryError
 from paceline.pages.blocks import Table
 from paceline.pages.shown import Shown
+from paceline.parsing.units import counted
 from paceline.records.reader import read_for_report, read_plan
 from paceline.records.run_directory import existing_run
 from paceline.telemetry.meter import PHASES, WARMUP_STEPS
-from paceline.units import counted
 
 # Minimum ratio to the other ranks' time, and minimum share of records, to report that ranks wait for one.
 _SLOW_FACTOR, _SLOW_SHARE = 1.25, 0.75

@@ -21,8 +21,10 @@ from paceline.data.class_sampling import ClassDraws
 from paceline.data.order import StepGeometry
 from paceline.data.slices import SampleSlice
 from paceline.errors import RunDirectoryError
+from paceline.host.world import World
 from paceline.pages.blocks import Table
 from paceline.pages.shown import Shown
+from paceline.parsing.units import format_count
 from paceline.records.ledger import (
     Entry,
     EpochCount,
@@ -39,8 +41,6 @@ from paceline.records.ledger import (
 from paceline.records.own_ledger import OwnLedger, count_own_epochs, read_own_ledger
 from paceline.records.reader import read_identity, read_plan_to_resume, read_recipe, read_summary, wrong_records
 from paceline.records.run_directory import RunDirectory, existing_run
-from paceline.units import format_count
-from paceline.world import World
 
 _NAMED = 5
 _MOST_IN_STEP = 2**26  # samples; more would take more memory than there may be

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import StorageError
-from paceline.plain_text import load_json
+from paceline.parsing.plain_text import load_json
+from paceline.parsing.units import format_bytes
 from paceline.storage.addresses import Address, is_address, parse_address
 from paceline.storage.hub import hub_copy
 from paceline.storage.remote import Remote, RemoteFile, Retries, fingerprint, run_concurrently
-from paceline.units import format_bytes
 
 _MAX_THREADS = 8
 _LOG_EVERY_SECONDS = 10.0

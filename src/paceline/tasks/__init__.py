@@ -29,7 +29,7 @@ HOMES = {
     "StoredImages": "paceline.data.image.dataset",
     "Task": "paceline.tasks.task",
     "all_but": "paceline.recipe.unused",
-    "dataset": "paceline.dataset_registry",
+    "dataset": "paceline.plugins.dataset_registry",
     "epoch_order": "paceline.data.order",
     "in_splits": "paceline.data.image.dataset",
     "read_digits": "paceline.data.image.sets.digits",

@@ -20,7 +20,7 @@ from paceline.data.pipeline import SimplePipeline as SimplePipeline
 from paceline.data.image.dataset import StoredImages as StoredImages
 from paceline.tasks.task import Task as Task
 from paceline.recipe.unused import all_but as all_but
-from paceline.dataset_registry import dataset as dataset
+from paceline.plugins.dataset_registry import dataset as dataset
 from paceline.data.order import epoch_order as epoch_order
 from paceline.data.image.dataset import in_splits as in_splits
 from paceline.data.image.sets.digits import read_digits as read_digits

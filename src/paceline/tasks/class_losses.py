@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError, RecipeError
+from paceline.plugins.references import call_reference
+from paceline.plugins.registry import load
 from paceline.recipe.training import TrainSection
-from paceline.references import call_reference
-from paceline.registry import load
 
 
 def rank_of_target(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -15,16 +15,16 @@ from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
 from paceline.errors import DataError, RecipeError
+from paceline.host.world import World
 from paceline.models.build import build_model, check_accepts, to_memory_format
 from paceline.models.precision import Autocast
-from paceline.plain_text import one_form
+from paceline.parsing.plain_text import one_form
 from paceline.plan import DataFacts
+from paceline.plugins.references import is_reference
 from paceline.recipe.schema import Recipe
-from paceline.references import is_reference
 from paceline.storage.cache import local_path
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Model
-from paceline.world import World
 
 
 class Distillation(ImageClassification):

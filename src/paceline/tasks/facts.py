@@ -10,14 +10,14 @@ import numpy as np
 from paceline.data.class_sampling import ClassDraws, counts_by_ratio, describe_weights
 from paceline.data.order import StepGeometry
 from paceline.errors import DataError, RecipeError, did_you_mean
+from paceline.host.world import World
 from paceline.metrics.accumulator import Metric
+from paceline.parsing.units import format_count
 from paceline.plan import DataFacts, Plan, TaskFacts
 from paceline.recipe.schema import Recipe
 from paceline.records.events import EvaluationEvent
 from paceline.tasks.own_code import check_metrics, refused, unused_by_own_loss
 from paceline.tasks.task import Task, check_supported, task_name
-from paceline.units import format_count
-from paceline.world import World
 
 
 def read_facts(task: Task, recipe: Recipe, world: World) -> tuple[DataFacts, TaskFacts]:

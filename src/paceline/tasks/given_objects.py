@@ -16,8 +16,8 @@ from torch import nn
 from paceline.data.objects.samples import Samples, take_apart
 from paceline.data.slices import SampleWeights
 from paceline.errors import RecipeError
+from paceline.plugins.references import is_reference, load_reference
 from paceline.recipe.schema import Recipe
-from paceline.references import is_reference, load_reference
 
 _MODEL_NAMES = {"model", "net", "network", "module"}
 

@@ -40,20 +40,20 @@ from paceline.data.image.transforms import Mixing, View, first_images
 from paceline.data.pipeline import Pipeline
 from paceline.data.slices import SampleIds, SampleShapes, evenly_spaced, first_samples
 from paceline.errors import DataError, RecipeError
+from paceline.host.world import World
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import absent_classes
 from paceline.models.build import build_model, check_accepts, takes_usual_size
 from paceline.models.speed_net import WHITENING_IMAGES, whitening_layers
-from paceline.plain_text import one_form
+from paceline.parsing.plain_text import one_form
 from paceline.plan import DataFacts, Plan
+from paceline.plugins.references import is_ours, is_reference
 from paceline.recipe.data import Data, Progressive
 from paceline.recipe.schema import Recipe
-from paceline.references import is_ours, is_reference
 from paceline.tasks.class_losses import ClassificationLoss, rank_of_target
 from paceline.tasks.task import BatchMaker, Model, Task
 from paceline.tasks.views import CROPS, AveragedViews, scale_for_crops
-from paceline.world import World
 
 _CLASS_LOSSES, _NUMBER_LOSSES = ("cross_entropy", "focal"), ("mse", "l1", "huber")
 _LOSSES = {

@@ -22,10 +22,10 @@ from paceline.data.image.selection import relabelled
 from paceline.errors import DataError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.regression import NumberErrors, error_metrics
+from paceline.parsing.units import first_of
 from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.labelling import in_units
 from paceline.tasks.task import Model
-from paceline.units import first_of
 
 _LOSSES: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.huber_loss}
 _NO_CLASSES = "image_regression learns numbers, not classes"

@@ -24,11 +24,12 @@ from paceline.data.objects.samples import Samples
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleSlice, SampleWeights, first_samples
 from paceline.errors import DataError, ModelError, RecipeError
+from paceline.host.world import World
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import NamedMetrics
 from paceline.optim.own import OwnSchedules, own_optimizer, scheduled_twin
-from paceline.plain_text import one_line
+from paceline.parsing.plain_text import one_line
 from paceline.plan import DataFacts, Plan
 from paceline.plan.rates import Schedules
 from paceline.recipe.schema import Recipe
@@ -36,7 +37,6 @@ from paceline.recipe.training import Optimizer
 from paceline.recipe.unused import all_but
 from paceline.tasks.given_objects import Objects, fingerprint, named_objects, takes_model
 from paceline.tasks.task import Model, Task
-from paceline.world import World
 
 _TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 _LOWER_IS_BETTER = ("loss", "error", "mae", "mse", "distance", "perplexity", "nll")

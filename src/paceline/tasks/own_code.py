@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.errors import ModelError, PacelineError, RecipeError, did_you_mean
 from paceline.metrics.accumulator import Metric
+from paceline.plugins.references import is_ours
 from paceline.recipe.schema import Recipe
-from paceline.references import is_ours
 from paceline.tasks.task import Task
 
 

@@ -25,22 +25,22 @@ from paceline.data.class_sampling import SampleClasses, weights_by_class
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleIds, SampleWeights
 from paceline.errors import DataError, RecipeError
+from paceline.host.world import World
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import NamedMetrics
 from paceline.optim.build import build_optimizer, build_schedules
 from paceline.plan import DataFacts, Plan
 from paceline.plan.rates import Schedules
+from paceline.plugins.references import call_reference, is_ours
+from paceline.plugins.registry import load
 from paceline.recipe.model import ModelSection
 from paceline.recipe.running import EvaluateSection
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Optimizer
 from paceline.records.events import StepEvent
-from paceline.references import call_reference, is_ours
-from paceline.registry import load
 from paceline.storage.addresses import is_address
 from paceline.storage.cache import local_path
-from paceline.world import World
 
 if TYPE_CHECKING:
     from paceline.data.image.datasets import ImageDataset

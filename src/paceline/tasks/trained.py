@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from paceline.checkpoint.weights import SavedWeights
 from paceline.errors import RecipeError
+from paceline.plugins.references import is_reference, is_same_class
+from paceline.plugins.registry import built_in, name_of
 from paceline.recipe.schema import Recipe, refuse_foreign_code
-from paceline.references import is_reference, is_same_class
-from paceline.registry import built_in, name_of
 from paceline.storage.addresses import is_address
 from paceline.tasks.exportable import Exportable
 from paceline.tasks.own_code import refused

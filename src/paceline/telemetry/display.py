@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from paceline.plain_text import printable
+from paceline.parsing.plain_text import printable
+from paceline.parsing.units import format_count, format_metric, format_seconds, metric_title
 from paceline.plan.epochs import Epochs
 from paceline.records.reader import NO_METRICS
-from paceline.units import format_count, format_metric, format_seconds, metric_title
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -16,9 +16,9 @@ from typing import Any, Literal, Protocol, cast, final
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # it is not in torch's list of exports
 
+from paceline.parsing.units import format_bytes
 from paceline.telemetry.clock import StepClock
 from paceline.telemetry.meter import PHASES, Load, Totals
-from paceline.units import format_bytes
 
 
 class Tool(Protocol):

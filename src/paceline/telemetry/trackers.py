@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.plain_text import csv_cell, utf8
+from paceline.parsing.plain_text import csv_cell, utf8
 from paceline.records.events import AppendFile
 from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.async_tracker import (

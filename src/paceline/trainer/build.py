@@ -238,7 +238,10 @@ def build_recorder(subject: Subject, ledger: LedgerWriter, progress: Progress) -
 
 
 def _register(run: Run) -> None:
-    """Collect everything that changes during a run; the rest is a pure function of the recipe and the step."""
+    """Collect everything that changes during a run; the rest is a pure function of the recipe and the step.
+
+    Of what is not sharded, rank 0's state is saved. Checkpoints without a new component cannot be loaded any more.
+    """
     components: dict[str, Component] = {**run.models(), "optimizer": OptimizerComponent(run.optimizer)}
     if run.strategy.is_sharded:
         # Imported only where used: torch's distributed tensors are slow to import.

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from paceline.errors import RecipeError
-from paceline.references import is_ours
+from paceline.plugins.references import is_ours
 from paceline.trainer.listeners import Callbacks
 from paceline.trainer.subject import TaskMaker
 

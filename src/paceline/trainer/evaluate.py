@@ -21,15 +21,15 @@ from paceline.data.pipeline import Pipeline
 from paceline.data.random_draws import uniforms
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.strategy import Heartbeat
+from paceline.host.world import World
 from paceline.metrics.accumulator import Accumulator, Collector, DetailedCollector, Rows
 from paceline.metrics.answers import HOW_CHOSEN, Candidate, Confusion, Examples, as_png, choose
 from paceline.metrics.confusion import MOST_CLASSES, Reliability, Triples, confusion_document, merge_counts
 from paceline.metrics.named import NamedMetrics
 from paceline.models.precision import Precision
-from paceline.plain_text import utf8
+from paceline.parsing.plain_text import utf8
 from paceline.records.run_directory import RunDirectory, encode_json, write_text
 from paceline.tasks.task import Model, Task
-from paceline.world import World
 
 # The last bits depend on how the samples were divided among processes.
 _DIGITS = 6

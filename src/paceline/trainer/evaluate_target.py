@@ -22,25 +22,25 @@ from paceline.data.pipeline import Pipeline
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError, RecipeError
-from paceline.files import refuse_special_outputs
+from paceline.host.world import World
 from paceline.models.precision import Precision, set_float32_matmul
-from paceline.plain_text import csv_cell, one_form
+from paceline.parsing.files import refuse_special_outputs
+from paceline.parsing.plain_text import csv_cell, one_form
+from paceline.parsing.units import first_of
 from paceline.plan import DataFacts, compute
 from paceline.plan.build import unused_in_data
+from paceline.plugins.references import is_reference, is_same_class
+from paceline.plugins.registry import name_of
 from paceline.recipe.data import SPLIT_OFF, Data
 from paceline.recipe.load import Overrides, refuse_unused_overrides, set_by, stored_recipe, to_tree
 from paceline.recipe.schema import Recipe, refuse_foreign_code
 from paceline.records.run_directory import encode_json, write_bytes
-from paceline.references import is_reference, is_same_class
-from paceline.registry import name_of
 from paceline.tasks.task import Task, build_task, check_supported, task_name
 from paceline.trainer.evaluate import Evaluator, KeepOptions
 from paceline.trainer.network import place
 from paceline.trainer.nonfinite import not_finite
 from paceline.trainer.process_settings import keep_freed_memory, restore_torch_settings
 from paceline.trainer.subject import Subject, TaskMaker, find_host_limits
-from paceline.units import first_of
-from paceline.world import World
 
 Split = Literal["validation", "holdout"]
 

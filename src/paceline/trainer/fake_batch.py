@@ -18,12 +18,12 @@ from paceline.data.batch import Batch, Nested, mapped
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.data.slices import SampleIds, SampleSlice, first_samples
-from paceline.dataset_registry import find_dataset, named
+from paceline.host.world import World
 from paceline.plan import Plan
+from paceline.plugins.dataset_registry import find_dataset, named
 from paceline.recipe.data import Augment, Data, Progressive
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import BatchMaker, Task
-from paceline.world import World
 
 _FEW = 2
 

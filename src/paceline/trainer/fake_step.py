@@ -28,21 +28,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
-from paceline.devices import Device
 from paceline.errors import ModelError, PacelineError
+from paceline.host.devices import Device
+from paceline.host.world import World
 from paceline.models.flops import next_node_number
 from paceline.models.precision import Precision
 from paceline.optim.build import Clipping, ExponentialMovingAverage
 from paceline.optim.classes import has_sparse_gradients, use_dense_gradients
 from paceline.plan import MachineFacts, Plan
+from paceline.plugins.references import is_ours
 from paceline.recipe.schema import Recipe
-from paceline.references import is_ours
 from paceline.tasks.task import BatchMaker, Task, task_name
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker
 from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.subject import Subject
-from paceline.world import World
 
 _HALVES = (torch.float16, torch.bfloat16)
 

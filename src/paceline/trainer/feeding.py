@@ -26,17 +26,17 @@ from paceline.data.batch import Batch
 from paceline.data.image.feed_rates import FeedRates, needs_measuring, remember
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.errors import PacelineError, TrainingError
-from paceline.machine import available_cores
+from paceline.host.machine import available_cores
+from paceline.host.processes import LOADER_GRACE_SECONDS, ProcessGroup, without_rank_variables
+from paceline.host.world import World
 from paceline.models.precision import Precision, set_float32_matmul
 from paceline.plan import Plan
-from paceline.processes import LOADER_GRACE_SECONDS, ProcessGroup, without_rank_variables
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.tasks.facts import geometry_of
 from paceline.tasks.task import Task
 from paceline.trainer.network import build_network
 from paceline.trainer.subject import Subject
-from paceline.world import World
 
 # With fewer images, the run ends before the measurement has paid for itself.
 _MIN_SAMPLES = 200_000

@@ -20,14 +20,14 @@ from paceline.data.splits import split_folders
 from paceline.distributed.device import choose_device
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError
-from paceline.machine import available_cores
+from paceline.host.machine import available_cores
+from paceline.host.world import World
 from paceline.models.build import why_no_weights
-from paceline.plain_yaml import yaml_line
+from paceline.parsing.plain_yaml import yaml_line
+from paceline.parsing.units import format_count
 from paceline.recipe.load import Overrides, load_recipe, set_by
 from paceline.records.reader import beyond_until
 from paceline.records.run_directory import RunDirectory
-from paceline.units import format_count
-from paceline.world import World
 
 _UNEQUAL = 5  # how many times as many images as another class has
 _SMALLEST = 96  # pixels at which a network trained at 224 still recognises objects

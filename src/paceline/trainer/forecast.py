@@ -17,6 +17,7 @@ import torch
 from paceline.data.batch import Batch, ReadAhead, copied, rows_of, select_rows, tensors_in
 from paceline.distributed.strategy import Replicas
 from paceline.optim.build import Clipping, ExponentialMovingAverage
+from paceline.parsing.units import counted, format_bytes, format_count, format_seconds
 from paceline.plan import Plan
 from paceline.plan.strategy import exact_gradient_count, optimizer_state_numbers
 from paceline.records.events import MeasurementEvent
@@ -24,7 +25,6 @@ from paceline.telemetry.clock import peak_memory_bytes
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.run_views import ProbedRun
 from paceline.trainer.warmup import GradientProbe, send_through
-from paceline.units import counted, format_bytes, format_count, format_seconds
 
 # A shorter run ends before a forecast is worth its passes.
 _MIN_STEPS = 20

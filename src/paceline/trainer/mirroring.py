@@ -31,7 +31,9 @@ from paceline.checkpoint.publish import LocalCheckpoint
 from paceline.checkpoint.store import CheckpointStore, ResumePoint, step_of
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError, UnreadableError
-from paceline.plain_text import load_json
+from paceline.host.world import World
+from paceline.parsing.plain_text import load_json
+from paceline.parsing.units import counted, format_seconds
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.ledger import ledger_files
@@ -47,8 +49,6 @@ from paceline.trainer.run_dir_checks import (
     foreign_checkpoints,
     never_trained,
 )
-from paceline.units import counted, format_seconds
-from paceline.world import World
 
 T = TypeVar("T")
 

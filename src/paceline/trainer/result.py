@@ -16,18 +16,18 @@ from torch import nn
 from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.distributed.device import choose_device
 from paceline.errors import DataError
-from paceline.files import SkippedItems
+from paceline.host.world import World
 from paceline.metrics.confusion import matrix_of
 from paceline.pages.page import Chart, Page, Section, Table
+from paceline.parsing.files import SkippedItems
+from paceline.parsing.units import format_count, format_metric, metric_title, metric_unit
+from paceline.plugins.references import trusting_code
 from paceline.recipe.load import Overrides
 from paceline.records.reader import NO_METRICS, Summary, read_events, read_json, read_plan, read_summary
 from paceline.records.run_directory import RunDirectory
-from paceline.references import trusting_code
 from paceline.tasks.task import Task
 from paceline.tasks.trained import TaskMaker, trained_recipe, trained_task
 from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
-from paceline.units import format_count, format_metric, metric_title, metric_unit
-from paceline.world import World
 
 _MAX_ROWS = 20
 

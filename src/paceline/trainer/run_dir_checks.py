@@ -30,10 +30,12 @@ from paceline.checkpoint.store import (
 from paceline.data.order import StepGeometry
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, VersionError
-from paceline.files import free_name, is_ignored
-from paceline.plain_text import load_json
+from paceline.host.world import World
+from paceline.parsing.files import free_name, is_ignored
+from paceline.parsing.plain_text import load_json
 from paceline.plan import Plan
 from paceline.plan.run_logs import log_files
+from paceline.plugins.references import is_same_class
 from paceline.recipe.load import differences, stored_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.records import reader
@@ -57,10 +59,8 @@ from paceline.records.run_directory import (
     write_json,
     write_text,
 )
-from paceline.references import is_same_class
 from paceline.tasks.task import Task, task_name
 from paceline.telemetry.trackers import TRACKERS
-from paceline.world import World
 
 
 def check_visible(root: Path, collectives: Collectives, *, patience_seconds: float) -> None:

@@ -14,7 +14,8 @@ from paceline.checkpoint.weights import weights_sha256
 from paceline.data.batch import Batch, BrokenSample, ReadAhead, select_rows
 from paceline.errors import DataError, RunDirectoryError
 from paceline.metrics.answers import as_png, thumbnails
-from paceline.plain_text import utf8
+from paceline.parsing.plain_text import utf8
+from paceline.parsing.units import counted
 from paceline.records.events import EvaluationEvent, Status, StepEvent
 from paceline.records.ledger import count_epochs
 from paceline.records.reader import Summary
@@ -27,7 +28,6 @@ from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.recorder import find_slowest, summarize_ranks
 from paceline.trainer.run_views import RecordedRun
 from paceline.trainer.saved_run import SavedRun
-from paceline.units import counted
 
 # Samples of the first batch shown in the report.
 _MAX_SHOWN = 12

@@ -16,6 +16,7 @@ from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.strategy import Heartbeat, Strategy
+from paceline.host.world import World
 from paceline.models.compiled import CompiledNetwork
 from paceline.models.precision import Precision
 from paceline.models.transfer import FreezeSchedule
@@ -33,7 +34,6 @@ from paceline.trainer.mirroring import Mirroring
 from paceline.trainer.process_settings import StopRequest
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.step_stats import Progress, Window
-from paceline.world import World
 
 
 class _Seen(Protocol):

@@ -14,6 +14,7 @@ from paceline.checkpoint.store import Best
 from paceline.data.order import StepGeometry
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.strategy import Heartbeat
+from paceline.host.world import World
 from paceline.plan import Occasion, Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
@@ -24,7 +25,6 @@ from paceline.trainer.process_settings import StopRequest
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.step_stats import Progress, Window
 from paceline.trainer.utilisation import Utilisation
-from paceline.world import World
 
 
 @dataclass(kw_only=True)

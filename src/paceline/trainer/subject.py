@@ -40,12 +40,13 @@ from paceline.distributed.device import (
 from paceline.distributed.environment import LaunchEnvironment, read_launch
 from paceline.distributed.sharding import check_sharded
 from paceline.errors import DataError, LaunchError, RecipeError
-from paceline.loading import loading
+from paceline.host.world import World
 from paceline.models.deferred import InitialValues, NotDeferrableError
 from paceline.models.precision import convert_to_fp8, set_float32_matmul
 from paceline.optim.classes import check_tables
 from paceline.plan import MachineFacts, NetworkFacts, Plan, make
 from paceline.plan.compute import resolve_channels_last, without_bf16
+from paceline.plugins.loading import loading
 from paceline.recipe.load import LoadedRecipe, recipe_digest
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_plan, read_recipe
@@ -58,7 +59,6 @@ from paceline.trainer import network as networks
 from paceline.trainer.listeners import Callbacks
 from paceline.trainer.process_settings import StopRequest, keep_freed_memory, restore_random_states
 from paceline.version import __version__
-from paceline.world import World
 
 if TYPE_CHECKING:  # what only a run needs is imported when one is opened
     from paceline.telemetry.display import Display

@@ -17,7 +17,9 @@ from paceline.data.batch import ReadAhead
 from paceline.data.pipeline import Placement
 from paceline.distributed.environment import LaunchEnvironment, read_launch
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, TrainingError
+from paceline.host.world import World
 from paceline.models.transfer import adapt
+from paceline.parsing.units import counted, format_count
 from paceline.plan import Plan
 from paceline.plan.batching import usable_processes
 from paceline.plan.run_logs import run_logs
@@ -45,9 +47,7 @@ from paceline.trainer.run_records import digests, summarise
 from paceline.trainer.saved_run import SavedRun
 from paceline.trainer.saving import finish_mirroring, restore
 from paceline.trainer.subject import Options, Reporter, Subject, resumed_recipe
-from paceline.units import counted, format_count
 from paceline.version import __version__
-from paceline.world import World
 
 _PATIENCE_SECONDS = 5.0
 # Parameters of the largest network that is built with values for planning: four hundred megabytes.

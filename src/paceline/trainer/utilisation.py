@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from paceline.devices import Device, recognise
 from paceline.errors import ModelError
+from paceline.host.devices import Device, recognise
 from paceline.models.ceilings import Ceilings, ceilings_of
 from paceline.models.roofline import utilisation
 from paceline.records.events import MeasurementEvent

@@ -20,6 +20,7 @@ from paceline.data.batch import Batch, rows_of
 from paceline.distributed.exact import preserve_buffers
 from paceline.distributed.strategy import ControlFlags, Replicas, refuse_unused
 from paceline.errors import ModelError
+from paceline.host.world import World
 from paceline.metrics.named import NamedMetrics
 from paceline.models.compiled import shape_of
 from paceline.records.events import MeasurementEvent
@@ -28,7 +29,6 @@ from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.run_views import ProbedRun
 from paceline.trainer.step import seed_forward
-from paceline.world import World
 
 
 def warm_up(run: ProbedRun, batches: Iterator[Batch]) -> Iterator[Batch]:

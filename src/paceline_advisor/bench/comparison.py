@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import RunDirectoryError
-from paceline.files import refuse_special_inputs
 from paceline.metrics.intervals import Interval, part_means, unpaired_ratio
-from paceline.plain_text import load_json
+from paceline.parsing.files import refuse_special_inputs
+from paceline.parsing.plain_text import load_json
 from paceline.records.events import for_display
 from paceline.records.reader import read_environment, read_events, read_recipe
 from paceline.records.run_directory import RunDirectory

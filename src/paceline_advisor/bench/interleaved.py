@@ -25,15 +25,15 @@ from typing import Any, Literal
 from paceline.command import Log
 from paceline.distributed.local_launch import rank_variables
 from paceline.errors import RecipeError
-from paceline.machine import available_cores
+from paceline.host.machine import available_cores
+from paceline.host.processes import Child, ProcessGroup, without_rank_variables
 from paceline.metrics.intervals import Interval, paired_ratio
+from paceline.parsing.units import Duration, TimeSpan
 from paceline.plan.batching import micro_batch_size
-from paceline.processes import Child, ProcessGroup, without_rank_variables
 from paceline.recipe.load import to_yaml
 from paceline.recipe.running import Profile
 from paceline.recipe.schema import Recipe
 from paceline.telemetry.meter import WARMUP_STEPS
-from paceline.units import Duration, TimeSpan
 from paceline_advisor import Json, frozen
 from paceline_advisor.apply import with_values
 from paceline_advisor.launches import check_alone

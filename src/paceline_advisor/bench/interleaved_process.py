@@ -29,6 +29,7 @@ from paceline.data.batch import Batch
 from paceline.data.image.feed_rates import remembered
 from paceline.data.order import StepGeometry
 from paceline.errors import PacelineError
+from paceline.host.world import World
 from paceline.recipe.load import load_recipe
 from paceline.telemetry.clock import peak_memory_bytes
 from paceline.telemetry.display import Display
@@ -37,7 +38,6 @@ from paceline.trainer.run_views import ProbedRun
 from paceline.trainer.step import micro_batches
 from paceline.trainer.subject import Options
 from paceline.trainer.train import opened_run
-from paceline.world import World
 from paceline_advisor import Json
 from paceline_advisor.bench.energy import EnergyCounter
 from paceline_advisor.forwarding import PassesOn

@@ -22,14 +22,14 @@ from paceline.checkpoint.weights import read_weights
 from paceline.command import Log
 from paceline.data.batch import Normalize, Placement
 from paceline.errors import PacelineError, RecipeError
+from paceline.host.world import World
 from paceline.inference.predict import load_predictor
 from paceline.metrics.intervals import part_means, quantile, rate_interval
 from paceline.plan.compute import resolve_precision
+from paceline.plugins.references import is_code_trusted
 from paceline.recipe.schema import Recipe
-from paceline.references import is_code_trusted
 from paceline.trainer.network import build_network
 from paceline.trainer.subject import Subject
-from paceline.world import World
 from paceline_advisor import Json, frozen
 from paceline_advisor.apply import with_values
 from paceline_advisor.bench.energy import EnergyCounter

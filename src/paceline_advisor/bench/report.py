@@ -22,16 +22,16 @@ import torch
 from paceline import __version__
 from paceline.command import Log
 from paceline.errors import PacelineError
+from paceline.host.world import World
 from paceline.metrics.intervals import rate_interval
 from paceline.pages.page import Chart, Page, Section, Table, write_page
 from paceline.pages.shown import Document, Shown
+from paceline.parsing.units import format_bytes
 from paceline.recipe.load import LoadedRecipe, load_recipe, to_tree
 from paceline.recipe.schema import Recipe
 from paceline.records.environment import capture_environment
 from paceline.records.run_directory import make_folder, write_json, write_text
 from paceline.trainer.subject import Subject
-from paceline.units import format_bytes
-from paceline.world import World
 from paceline_advisor import Json, frozen
 from paceline_advisor.bench.comparison import FILE, FORMAT, compare
 from paceline_advisor.bench.interleaved import Measurement, Part, Variant, run_interleaved

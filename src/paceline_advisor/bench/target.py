@@ -22,6 +22,7 @@ from typing import Any
 from paceline.command import Log
 from paceline.distributed.local_launch import LAUNCHER_VARIABLE
 from paceline.errors import RecipeError, TrainingError
+from paceline.host.world import World
 from paceline.metrics.intervals import TimeToEvent, time_to_event
 from paceline.recipe.load import LoadedRecipe, to_yaml
 from paceline.recipe.schema import Recipe
@@ -29,7 +30,6 @@ from paceline.records.reader import read_events, read_plan
 from paceline.records.run_directory import RunDirectory, write_json, write_text
 from paceline.tasks.facts import find_metric
 from paceline.trainer.subject import Subject
-from paceline.world import World
 from paceline_advisor import Json
 from paceline_advisor.commands import Bench
 from paceline_advisor.launches import CommandProcess, check_can_watch, said

@@ -31,13 +31,13 @@ from torch.utils.data import DataLoader
 import paceline
 from paceline.data.batch import Batch, tensors_in
 from paceline.distributed.device import restore_affinity
+from paceline.host.world import World
+from paceline.parsing.units import Duration
 from paceline.recipe.schema import Recipe, named_code
 from paceline.recipe.training import BatchSection
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.process_settings import restore_globals
 from paceline.trainer.subject import Subject
-from paceline.units import Duration
-from paceline.world import World
 from paceline_advisor import frozen
 from paceline_advisor.apply import QUIET, with_values
 from paceline_advisor.doctor.anatomy import Anatomy, observe_network

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from paceline.devices import Device
 from paceline.errors import RecipeError
+from paceline.host.devices import Device
+from paceline.host.world import World
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
-from paceline.world import World
 from paceline_advisor import Json, frozen
 from paceline_advisor.doctor.anatomy import Anatomy, Layer
 from paceline_advisor.doctor.behaviour import Calls, Loader

@@ -19,18 +19,18 @@ from rich.text import Text
 
 from paceline.command import Log
 from paceline.errors import PacelineError, RecipeError, TrainingError
+from paceline.host.world import World
 from paceline.pages.shown import Shown
 from paceline.plan import MachineFacts, Plan
+from paceline.plugins.references import load_reference
 from paceline.recipe.layers import format_override, set_keys
 from paceline.recipe.load import LoadedRecipe, shipped_recipes, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe, named_code
 from paceline.records.reader import read_for_report
 from paceline.records.run_directory import RunDirectory
-from paceline.references import load_reference
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
 from paceline.trainer.subject import Subject
-from paceline.world import World
 from paceline_advisor import Json, as_json, frozen
 from paceline_advisor.apply import write_new
 from paceline_advisor.bench.interleaved import Measurement, run_interleaved

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.store import CheckpointStore, checkpoint_name
-from paceline.files import is_ignored
-from paceline.plain_yaml import yaml_line
+from paceline.host.world import STOP_SIGNALS
+from paceline.parsing.files import is_ignored
+from paceline.parsing.plain_yaml import yaml_line
 from paceline.recipe.load import load_recipe
 from paceline.records.events import truncate_after
 from paceline.records.reader import read_plan
 from paceline.records.run_directory import RunDirectory
-from paceline.world import STOP_SIGNALS
 from paceline_advisor.drill.context import (
     DrillContext,
     FaultedRun,

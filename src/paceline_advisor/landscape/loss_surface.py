@@ -24,16 +24,16 @@ from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry, epoch_order
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.errors import CheckpointError, DataError, PacelineError, UnreadableError
+from paceline.host.world import World
 from paceline.metrics.accumulator import Accumulator
 from paceline.plan.compute import resolve_threads
+from paceline.plugins.references import is_code_trusted
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_plan
 from paceline.records.run_directory import RunDirectory
-from paceline.references import is_code_trusted
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, open_saved, scoring_task, trained_network
 from paceline.trainer.subject import Subject
-from paceline.world import World
 from paceline_advisor import frozen
 from paceline_advisor.commands import Landscape
 

@@ -20,11 +20,11 @@ from paceline.data.batch import Batch, select_rows, tensors_in
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleSlice
+from paceline.host.world import World
 from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.fake_batch import fixed_batch, largest_micro_batch, one_batch
-from paceline.world import World
 from paceline_advisor import frozen
 from paceline_advisor.forwarding import PassesOn, TaskStandIn, forwarded
 

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from paceline.cli.options import choose_processes
 from paceline.command import Log
-from paceline.devices import DEVICES
 from paceline.errors import PacelineError, RecipeError
+from paceline.host.devices import DEVICES
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
+from paceline.parsing.units import format_bytes, format_count
 from paceline.plan import MachineFacts, Plan
 from paceline.plan.strategy import check_sharding
 from paceline.plan.strategy import choose_automatically as weighed
@@ -20,7 +21,6 @@ from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep
-from paceline.units import format_bytes, format_count
 from paceline_advisor import Json, as_json, frozen
 from paceline_advisor.apply import with_values
 from paceline_advisor.commands import Estimate
@@ -394,7 +394,7 @@ def estimate_memory(
 
     Args:
         loaded: The recipe.
-        device: A name of ``paceline.devices``, or ``cpu``; None for the device that a run here would use.
+        device: A name of ``paceline.host.devices``, or ``cpu``; None for the device that a run here would use.
         processes: Processes of the run.
         expandable: Use expandable segments in PyTorch's allocator, whatever ``PYTORCH_ALLOC_CONF`` says.
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from paceline.cli.options import choose_processes
 from paceline.command import Log
 from paceline.errors import ModelError, RunDirectoryError, TrainingError
-from paceline.machine import memory_limit
+from paceline.host.machine import memory_limit
 from paceline.pages.shown import Shown
+from paceline.parsing.units import Duration, format_bytes, format_count, format_seconds
 from paceline.plan import MachineFacts
 from paceline.plan.batching import micro_batch_size, with_valid_ghost_size
 from paceline.plan.compute import resolve_evaluation_batch
@@ -30,7 +31,6 @@ from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.clock import peak_private_of
 from paceline.trainer.fake_batch import with_placeholder_data
-from paceline.units import Duration, format_bytes, format_count, format_seconds
 from paceline_advisor import Json, frozen
 from paceline_advisor.apply import QUIET, with_values, write_new
 from paceline_advisor.commands import FindBatch

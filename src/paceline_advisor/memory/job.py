@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from paceline.data.image.pipeline import LARGEST_SHARE_OF_DEVICE
-from paceline.devices import Device, find_device, recognise
 from paceline.distributed.device import describe_machine
 from paceline.errors import RecipeError
+from paceline.host.devices import Device, find_device, recognise
+from paceline.host.world import World
 from paceline.plan import MachineFacts
 from paceline.plan.strategy import exact_gradient_count
 from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
 from paceline.trainer.network import count_parameters
 from paceline.trainer.subject import Subject
-from paceline.world import World
 from paceline_advisor import Json, frozen
 from paceline_advisor.memory.allocations import ROOM, Allocation
 from paceline_advisor.memory.allocator import (
@@ -465,7 +465,7 @@ def machine_for(name: str | None, recipe: Recipe, processes: int = 1) -> tuple[M
     """Return the machine to assume, and its accelerator if it is a known one.
 
     Args:
-        name: A name of ``paceline.devices``, or ``cpu``; None for the device that a run here would use.
+        name: A name of ``paceline.host.devices``, or ``cpu``; None for the device that a run here would use.
         recipe: The run's recipe.
         processes: Processes on the machine, each with its own device unless that is the CPU.
 

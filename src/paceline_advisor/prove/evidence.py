@@ -21,13 +21,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.data.batch import Batch, copied, joined_along_samples
 from paceline.data.random_draws import derive_seed
 from paceline.errors import RecipeError
+from paceline.host.world import World
 from paceline.optim.classes import has_sparse_gradients
 from paceline.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.subject import Subject
-from paceline.world import World
 from paceline_advisor import frozen
 from paceline_advisor.prove.recorder import (
     ObservedRun,

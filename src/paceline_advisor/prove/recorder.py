@@ -22,10 +22,10 @@ from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, copied, mapped, select_rows, tensors_in
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.environment import read_launch
+from paceline.host.world import World
 from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Model, Task, build_task
-from paceline.world import World
 from paceline_advisor import frozen
 from paceline_advisor.forwarding import PassesOn, TaskStandIn, forwarded
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import RecipeError, TrainingError
+from paceline.parsing.units import Duration
 from paceline.plan import Plan
 from paceline.plan.batching import with_valid_ghost_size
 from paceline.recipe.layers import format_override, set_keys
@@ -22,7 +23,6 @@ from paceline.tasks.task import build_task
 from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.subject import Options
 from paceline.trainer.train import train_recipe
-from paceline.units import Duration
 from paceline_advisor import frozen
 from paceline_advisor.apply import QUIET, with_values
 from paceline_advisor.launches import CommandProcess, OverdueError, said

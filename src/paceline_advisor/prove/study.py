@@ -17,12 +17,12 @@ from rich.text import Text
 from paceline.command import Log
 from paceline.distributed.device import describe_machine
 from paceline.errors import RecipeError, TrainingError
+from paceline.host.processes import can_find_descendants
+from paceline.host.world import World
 from paceline.pages.shown import Shown
 from paceline.plan import Plan
-from paceline.processes import can_find_descendants
 from paceline.recipe.load import LoadedRecipe
 from paceline.trainer.subject import Subject
-from paceline.world import World
 from paceline_advisor import Json, frozen
 from paceline_advisor.commands import Prove
 from paceline_advisor.launches import check_alone

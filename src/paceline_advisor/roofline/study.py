@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from paceline.command import Log
-from paceline.devices import Device, find_device, recognise
 from paceline.errors import RecipeError
-from paceline.files import remember
-from paceline.machine import available_cores, cache_folder, cpu_name, memory_bytes
+from paceline.host.devices import Device, find_device, recognise
+from paceline.host.machine import available_cores, cache_folder, cpu_name, memory_bytes
 from paceline.models.ceilings import Ceilings, ceilings_of
 from paceline.models.flops import PHASES, Product, StepWork, Work, WorkCounter
 from paceline.pages.charts import log_axis
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
-from paceline.plain_text import load_json
+from paceline.parsing.files import remember
+from paceline.parsing.plain_text import load_json
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
 from paceline_advisor import Json, as_json, frozen

@@ -17,6 +17,7 @@ from torch import nn
 
 from paceline.distributed.sharding import modules_to_shard
 from paceline.errors import DataError
+from paceline.host.world import World
 from paceline.models.build import build_model
 from paceline.models.flops import StepWork, WorkCounter, tensors_in
 from paceline.models.transfer import adapt
@@ -27,7 +28,6 @@ from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
 from paceline.trainer.network import count_parameters
 from paceline.trainer.subject import Subject
-from paceline.world import World
 from paceline_advisor import frozen
 from paceline_advisor.formulas.parallel_step import Gradient, Launches, Network, Unit
 from paceline_advisor.scaling.room import Share, of_one_process

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from paceline.command import Log
 from paceline.errors import PacelineError, RecipeError
-from paceline.machine import available_cores
+from paceline.host.machine import available_cores
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.plan.batching import usable_processes

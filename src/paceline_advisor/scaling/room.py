@@ -18,21 +18,21 @@ from pathlib import Path
 import torch
 
 from paceline.command import Log
-from paceline.devices import Device, recognise
 from paceline.distributed.device import describe_machine
 from paceline.errors import LaunchError, RecipeError, TrainingError
-from paceline.machine import available_cores, cpu_name
+from paceline.host.devices import Device, recognise
+from paceline.host.machine import available_cores, cpu_name
+from paceline.host.processes import ProcessGroup
 from paceline.metrics.intervals import Interval, mean_interval
 from paceline.models.ceilings import ceilings_of
+from paceline.parsing.units import format_bytes
 from paceline.plan.batching import micro_batch_size, with_valid_ghost_size
 from paceline.plan.compute import WITH_GRAPHS
 from paceline.plan.strategy import check_sharding
-from paceline.processes import ProcessGroup
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import BatchSection
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step, machine_with
-from paceline.units import format_bytes
 from paceline_advisor import frozen
 from paceline_advisor.apply import with_values
 from paceline_advisor.bench.interleaved import Variant, run_interleaved

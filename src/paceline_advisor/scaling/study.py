@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import field, replace
 
 from paceline.command import Log
-from paceline.devices import find_device
 from paceline.errors import PacelineError, RecipeError
-from paceline.machine import available_cores, busy_message
+from paceline.host.devices import find_device
+from paceline.host.machine import available_cores, busy_message
 from paceline.metrics.intervals import Interval
 from paceline.models.ceilings import Ceilings, tf32_of
 from paceline.pages.charts import log_axis
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
+from paceline.parsing.units import format_seconds
 from paceline.plan.compute import WITH_GRAPHS
+from paceline.plugins.registry import load
 from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.schema import Recipe
-from paceline.registry import load
-from paceline.units import format_seconds
 from paceline_advisor import Json, as_json, frozen
 from paceline_advisor.apply import with_values
 from paceline_advisor.clusters import Cluster, Link

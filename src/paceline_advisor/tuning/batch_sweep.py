@@ -15,17 +15,17 @@ import numpy as np
 
 from paceline.command import Log
 from paceline.errors import RecipeError, RunDirectoryError, TrainingError
+from paceline.host.world import World
 from paceline.metrics.intervals import Interval, time_to_event
 from paceline.pages.page import Block, Chart, Table, Text
 from paceline.pages.shown import Shown
-from paceline.plain_text import load_json
+from paceline.parsing.plain_text import load_json
 from paceline.plan.batching import micro_batch_size, with_nearest_ghost_size
 from paceline.plan.rates import lr_factor
 from paceline.recipe.load import LoadedRecipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import write_text
 from paceline.trainer.subject import Subject
-from paceline.world import World
 from paceline_advisor import Json, as_json, frozen
 from paceline_advisor.apply import QUIET, with_values
 from paceline_advisor.bench.target import MetricTarget, TargetRun, one_run

@@ -18,8 +18,10 @@ from paceline.command import Log
 from paceline.data.loaders.pytorch import explain_worker_deaths
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, TrainingError, did_you_mean
+from paceline.host.world import World
 from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
+from paceline.parsing.units import Duration, format_count
 from paceline.plan import Plan
 from paceline.plan.rates import LearningRate, Schedules, lr_factor
 from paceline.recipe.load import LoadedRecipe, Overrides, load_recipe, stored_recipe, to_tree, to_yaml
@@ -32,8 +34,6 @@ from paceline.trainer.step import train_step
 from paceline.trainer.subject import Options, TaskMaker
 from paceline.trainer.train import opened_run
 from paceline.trainer.warmup import check_first_batch, warm_up
-from paceline.units import Duration, format_count
-from paceline.world import World
 from paceline_advisor.apply import write_new
 from paceline_advisor.bench.interleaved import without_growth
 from paceline_advisor.commands import FindLr, Sweep

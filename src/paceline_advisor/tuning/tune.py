@@ -23,19 +23,19 @@ from yaml import YAMLError
 
 from paceline.command import Log
 from paceline.errors import RecipeError, RunDirectoryError, TrainingError
-from paceline.files import refuse_special_inputs
+from paceline.host.world import World
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
-from paceline.plain_yaml import load_plain, resolve_values
+from paceline.parsing.files import refuse_special_inputs
+from paceline.parsing.plain_yaml import load_plain, resolve_values
+from paceline.parsing.units import format_count
+from paceline.plugins.references import is_code_trusted
 from paceline.recipe.load import load_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
-from paceline.references import is_code_trusted
 from paceline.tasks.facts import best_metric
 from paceline.trainer.run_dir_checks import RunLock
 from paceline.trainer.subject import Subject
-from paceline.units import format_count
-from paceline.world import World
 from paceline_advisor import Json, frozen
 from paceline_advisor.bench.target import MetricTarget, TargetRun, train
 from paceline_advisor.commands import Tune

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError, PacelineError
-from paceline.processes import ProcessGroup
+from paceline.host.processes import ProcessGroup
 from paceline_course.grading.marks import Marks
 from paceline_course.grading.supervise import ResourceLimits
 

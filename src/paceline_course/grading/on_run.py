@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.machine import available_cores
-from paceline.processes import signal_name
+from paceline.host.machine import available_cores
+from paceline.host.processes import signal_name
 from paceline_course.assignment import TRAINING_SAMPLES
 from paceline_course.grading.runs import CriterionResult, ProgramRun, Runs, Vector, listing, on_several, with_processes
 

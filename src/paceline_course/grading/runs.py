@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from paceline.plain_text import load_json
+from paceline.parsing.plain_text import load_json
 from paceline_course.assignment import TRAINING_SAMPLES, build_model, training_set, validation_set
 
 Vector = NDArray[np.float32]

@@ -13,7 +13,7 @@ import numpy as np
 from paceline.data.image.dataset import strata
 from paceline.data.image.source import ArraySource, JoinedSource, encoded_source, leaf_sources
 from paceline.errors import PacelineError, RecipeError
-from paceline.machine import available_cores
+from paceline.host.machine import available_cores
 from paceline_data.inspect.findings import (
     DataFinding,
     class_figures,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from paceline.data.image.source import Ids
 from paceline.data.labels import listed_names, similar_names
-from paceline.plain_text import quoted
+from paceline.parsing.plain_text import quoted
 from paceline_data.inspect.gather import MAX_NAMED, CheckedData, Progress, SampleFacts, similar
 from paceline_data.inspect.look import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, SEVERITIES, Kind
 

@@ -28,12 +28,12 @@ from paceline.data.image.sets.archives import find_archive
 from paceline.data.image.sets.image_folder import open_unread_test, unread_entries
 from paceline.data.image.source import BrokenImageError, Ids, Image, JoinedSource, SampleSource
 from paceline.data.image.source_kind import detect
-from paceline.dataset_registry import Pictures, named
 from paceline.errors import DataError, PacelineError, RecipeError
-from paceline.plain_yaml import yaml_line
+from paceline.parsing.plain_yaml import yaml_line
+from paceline.plugins.dataset_registry import Pictures, named
+from paceline.plugins.references import is_reference
 from paceline.recipe.load import load_recipe, set_by, shipped_recipes
 from paceline.recipe.schema import Recipe
-from paceline.references import is_reference
 from paceline.storage.addresses import is_address
 from paceline.storage.cache import local_path
 from paceline_data.inspect.look import BIT, ROW, Defect, Rows, Viewer, grey_parts, look

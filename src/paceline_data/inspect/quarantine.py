@@ -15,7 +15,7 @@ from pathlib import Path
 
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.errors import DataError
-from paceline.files import is_folder, visible_entries
+from paceline.parsing.files import is_folder, visible_entries
 from paceline_data.inspect.findings import DataFinding
 
 UNDO = "undo.sh"

@@ -18,9 +18,9 @@ from paceline.data.image.sets.packed import Origin, PackedPixels, read_manifest
 from paceline.data.image.sets.parquet import LARGEST_KEPT, TableSource
 from paceline.data.image.source import FileSource, SampleSource, SubsetSource, encoded_source, leaf_sources
 from paceline.data.image.source_kind import detect
-from paceline.dataset_registry import find_dataset
 from paceline.errors import DataError
-from paceline.plain_text import utf8
+from paceline.parsing.plain_text import utf8
+from paceline.plugins.dataset_registry import find_dataset
 from paceline.recipe.data import Data
 
 _TOLD = {"train": "training", "validation": "held-out"}  # display names of splits

@@ -43,9 +43,9 @@ from paceline.data.image.sets.packed import (
 from paceline.data.image.source import encoded_source
 from paceline.data.tables import require_pyarrow
 from paceline.errors import DataError
-from paceline.plain_text import load_json
+from paceline.parsing.plain_text import load_json
+from paceline.parsing.units import format_bytes, format_count
 from paceline.recipe.data import Data
-from paceline.units import format_bytes, format_count
 from paceline_data.packing.origins import OpenedOrigin, open_origin
 from paceline_data.packing.shards import (
     Progress,

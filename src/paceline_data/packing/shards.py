@@ -29,7 +29,7 @@ from paceline.data.image.sets.packed import UNFINISHED, Form, LeftOut, Shard
 from paceline.data.image.source import Content, Ids, Image, SampleSource, encoded_source
 from paceline.data.tables import require_pyarrow
 from paceline.errors import PacelineError
-from paceline.plain_text import load_json
+from paceline.parsing.plain_text import load_json
 from paceline.records.run_directory import sync_directory
 from paceline_data.packing.origins import OpenedOrigin
 

@@ -11,8 +11,8 @@ from paceline.data.image.pipeline import share_of_cores
 from paceline.data.image.source import SampleSource, encoded_source
 from paceline.data.image.transforms import View, variations
 from paceline.errors import RecipeError
+from paceline.host.world import World
 from paceline.recipe.data import Data
-from paceline.world import World
 from paceline_ops.dali.backend import DaliBackend
 
 _MOST_BESIDE_A_GPU = 4  # threads: the GPU does most of the work, and each thread has buffers on it

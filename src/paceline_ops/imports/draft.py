@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from paceline.errors import RecipeError
-from paceline.plain_yaml import yaml_line
+from paceline.parsing.plain_yaml import yaml_line
 from paceline.recipe.load import stored_recipe
 from paceline_ops.imports.command import ConversionSource
 from paceline_ops.imports.table import NONE, Option, OptionTable

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.units import counted
+from paceline.parsing.units import counted
 from paceline_ops.imports.command import ConversionSource, read_source
 from paceline_ops.imports.draft import Conversion
 from paceline_ops.imports.table import OptionTable

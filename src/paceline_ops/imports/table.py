@@ -32,8 +32,8 @@ from typing import Any, Literal, NoReturn, get_args
 import yaml
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.files import refuse_special_inputs
-from paceline.plain_yaml import BoundedLoader
+from paceline.parsing.files import refuse_special_inputs
+from paceline.parsing.plain_yaml import BoundedLoader
 
 Fate = Literal["key", "if_changed", "if_given", "rule", "no_effect", "unsupported"]
 _SEVERAL = ("ints", "floats", "texts", "pairs")

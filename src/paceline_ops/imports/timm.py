@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.units import counted
+from paceline.parsing.units import counted
 from paceline_ops.imports.command import ConversionSource, read_source
 from paceline_ops.imports.draft import Conversion
 from paceline_ops.imports.table import OptionTable, read_yaml

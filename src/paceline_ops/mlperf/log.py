@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RecipeError, RunDirectoryError
-from paceline.files import refuse_special_outputs
+from paceline.parsing.files import refuse_special_outputs
 from paceline.plan.epochs import BatchPhase, Epochs
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.schema import Recipe

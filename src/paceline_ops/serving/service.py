@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from starlette.exceptions import HTTPException
 
 from paceline.data.image.decode import UNSUPPORTED, BrokenImageError, image_header, unsupported_kind
-from paceline.machine import available_cores
+from paceline.host.machine import available_cores
 from paceline.prediction.predictor import Answer, Predictor, Prepared
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")

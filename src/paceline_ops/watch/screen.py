@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import RunDirectoryError
+from paceline.parsing.units import counted, format_metric, format_seconds, metric_title, metric_unit
 from paceline.records.events import for_display, parse_line
 from paceline.records.reader import read_environment, read_plan
 from paceline.records.run_directory import RunDirectory, existing_run, file_error, refuse_special_file
 from paceline.reports.html.runs import Event, RunHistory
 from paceline.telemetry.display import describe, figures
 from paceline.telemetry.meter import PHASES
-from paceline.units import counted, format_metric, format_seconds, metric_title, metric_unit
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

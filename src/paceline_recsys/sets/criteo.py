@@ -32,9 +32,9 @@ from numpy.typing import NDArray
 
 from paceline.data.slices import SampleIds
 from paceline.errors import DataError
-from paceline.files import SkippedItems, has_extension, list_files, refuse_special_inputs
-from paceline.machine import cache_folder
-from paceline.plain_text import load_json
+from paceline.host.machine import cache_folder
+from paceline.parsing.files import SkippedItems, has_extension, list_files, refuse_special_inputs
+from paceline.parsing.plain_text import load_json
 from paceline_recsys.dataset import ClickRows
 
 DENSE, CATEGORIES = 13, 26

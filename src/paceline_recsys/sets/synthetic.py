@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds
-from paceline.dataset_registry import StandIn, dataset, open_registered
 from paceline.errors import DataError, RecipeError, setting_error
-from paceline.files import SkippedItems, visible_entries
+from paceline.parsing.files import SkippedItems, visible_entries
+from paceline.plugins.dataset_registry import StandIn, dataset, open_registered
 from paceline.recipe.data import Clicks, Data
 from paceline_recsys.dataset import ClickDataset, ClickRows
 from paceline_recsys.sets.criteo import CATEGORIES, DENSE, StoredSource, load_clicks

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.dataset_registry import dataset
 from paceline.errors import DataError
-from paceline.files import SkippedItems
+from paceline.parsing.files import SkippedItems
+from paceline.plugins.dataset_registry import dataset
 from paceline.recipe.data import Data
 from paceline_text.corpus import StoredCorpus, TextDataset, stored
 from paceline_text.sets.documents import ASSUMED

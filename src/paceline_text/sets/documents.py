@@ -17,9 +17,8 @@ import numpy as np
 
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.data.tables import TableFile, choose_splits, file_problem, find_files, require_pyarrow
-from paceline.dataset_registry import StandIn, dataset, open_registered
 from paceline.errors import DataError, data_error, did_you_mean
-from paceline.files import (
+from paceline.parsing.files import (
     SkippedItems,
     has_extension,
     is_folder,
@@ -28,7 +27,8 @@ from paceline.files import (
     refuse_special_inputs,
     visible_entries,
 )
-from paceline.plain_text import utf8
+from paceline.parsing.plain_text import utf8
+from paceline.plugins.dataset_registry import StandIn, dataset, open_registered
 from paceline.recipe.data import Data, TextSection
 from paceline_text.corpus import (
     MANIFEST,

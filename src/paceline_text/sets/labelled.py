@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from paceline.data.labels import are_unlabelled, number_rows, odd_class_names
 from paceline.data.tables import find_column
-from paceline.dataset_registry import dataset, open_registered
 from paceline.errors import DataError
-from paceline.files import SkippedItems
-from paceline.plain_text import load_json, one_form, utf8
+from paceline.parsing.files import SkippedItems
+from paceline.parsing.plain_text import load_json, one_form, utf8
+from paceline.plugins.dataset_registry import dataset, open_registered
 from paceline.recipe.data import Data
 from paceline_text.corpus import (
     IGNORED_TARGET,

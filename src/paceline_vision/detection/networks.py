@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.errors import ModelError, StorageError, did_you_mean
-from paceline.loading import without_compiler
 from paceline.models.factories import (
     BACKBONE_WEIGHTS,
     TORCHVISION,
@@ -33,9 +32,10 @@ from paceline.models.factories import (
     no_weights,
     unknown_model,
 )
+from paceline.plugins.loading import without_compiler
+from paceline.plugins.references import is_reference
 from paceline.recipe.data import Boxes
 from paceline.recipe.model import ModelSection
-from paceline.references import is_reference
 from paceline.storage.hub import limited_waits
 
 _GROUP = 8  # channels per GroupNorm group

@@ -24,15 +24,15 @@ from paceline.data.image.datasets import content_of_files
 from paceline.data.pipeline import Pipeline, Placement, reading_threads
 from paceline.data.random_draws import derive_seed
 from paceline.data.slices import evenly_spaced
-from paceline.dataset_registry import open_registered
 from paceline.errors import ModelError, RecipeError, setting_error
+from paceline.host.world import World
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.plan import DataFacts
+from paceline.plugins.dataset_registry import open_registered
 from paceline.recipe.data import GeneratedBoxes
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task
-from paceline.world import World
 from paceline_vision.detection.average_precision import AveragePrecision
 from paceline_vision.detection.dataset import BoxDataset, BoxSubset
 from paceline_vision.detection.fake_detections import FakeDetections, fake_detections

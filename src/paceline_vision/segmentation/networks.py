@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.errors import ModelError
-from paceline.loading import without_compiler
 from paceline.models.factories import TORCHVISION, call_factory, check_options, named_factory, unknown_model
+from paceline.plugins.loading import without_compiler
 from paceline.recipe.model import ModelSection
 from paceline_vision.detection.networks import build_published
 

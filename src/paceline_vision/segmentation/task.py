@@ -19,16 +19,16 @@ from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Batch, Normalize, Placement
 from paceline.data.image.datasets import MOST_IMAGES, content_of_files
 from paceline.data.pipeline import Pipeline, reading_threads
-from paceline.dataset_registry import open_registered
 from paceline.errors import ModelError, RecipeError, setting_error
+from paceline.host.world import World
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.models.build import check_accepts
 from paceline.plan import DataFacts
+from paceline.plugins.dataset_registry import open_registered
 from paceline.recipe.data import GeneratedBoxes
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task
-from paceline.world import World
 from paceline_vision.detection.dataset import BoxDataset
 from paceline_vision.drawing import draw_objects
 from paceline_vision.segmentation.dataset import IGNORED, IMAGENET_MEAN, MaskDataset, from_objects

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from paceline.data.image.decode import decode
 from paceline.data.image.source import Image
 from paceline.data.splits import TEST, TRAIN, UNREAD_SPLITS, VALIDATION, split_folders, split_of
-from paceline.dataset_registry import StandIn, dataset
 from paceline.errors import DataError
-from paceline.files import SkippedItems, list_files, refuse_archive, refuse_special_inputs
-from paceline.plain_text import load_json, one_form, utf8
+from paceline.parsing.files import SkippedItems, list_files, refuse_archive, refuse_special_inputs
+from paceline.parsing.plain_text import load_json, one_form, utf8
+from paceline.plugins.dataset_registry import StandIn, dataset
 from paceline.recipe.data import Data
 from paceline_vision.detection.dataset import BoxDataset, DetectedObjects
 from paceline_vision.detection.plausibility import implausible

@@ -25,10 +25,10 @@ from paceline.data.image.dataset import stratified_split
 from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, decode, read_file, upright_size
 from paceline.data.image.source import EXTENSIONS, Image
 from paceline.data.splits import SPLIT_NAMES, TEST, TRAIN, split_folders
-from paceline.dataset_registry import dataset
 from paceline.errors import DataError, data_error, did_you_mean
-from paceline.files import SkippedItems, has_extension, is_folder, list_files, visible_entries
-from paceline.plain_text import one_form
+from paceline.parsing.files import SkippedItems, has_extension, is_folder, list_files, visible_entries
+from paceline.parsing.plain_text import one_form
+from paceline.plugins.dataset_registry import dataset
 from paceline.recipe.data import Data
 from paceline_vision.inspection import pictures_with_label_maps
 from paceline_vision.segmentation.dataset import IGNORED, LabelMap, MaskDataset

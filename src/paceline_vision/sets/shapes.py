@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.data.image.source import Image
 from paceline.data.random_draws import uniforms
-from paceline.dataset_registry import dataset
+from paceline.plugins.dataset_registry import dataset
 from paceline.recipe.data import Data, GeneratedBoxes
 from paceline_vision.detection.dataset import BoxDataset, DetectedObjects
 

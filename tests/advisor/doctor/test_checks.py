@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from planted_networks import CELLS, RELAID
 
+from paceline.host.world import World
 from paceline.recipe.load import load_recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.trainer.subject import Subject
-from paceline.world import World
 from paceline_advisor.commands import Doctor
 from paceline_advisor.doctor.anatomy import Anatomy
 from paceline_advisor.doctor.behaviour import Calls

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from paceline.errors import CheckpointError, PacelineError, RecipeError
+from paceline.host.world import World
 from paceline.metrics.accumulator import Metric
 from paceline.pages.page import Chart
+from paceline.plugins.references import trusting_code
 from paceline.records.run_directory import encode_json
-from paceline.references import trusting_code
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
-from paceline.world import World
 from paceline_advisor.commands import Landscape
 from paceline_advisor.landscape.loss_surface import open_run, read_trajectory
 from paceline_advisor.landscape.study import comparison, explore

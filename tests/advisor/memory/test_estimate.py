@@ -10,8 +10,8 @@ import torch
 from measured_memory import measured_peak
 from memory_cases import ON_CPU, Case
 
-from paceline.devices import find_device
 from paceline.distributed.device import describe_machine
+from paceline.host.devices import find_device
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step, machine_with

@@ -12,8 +12,8 @@ from measured_memory import measured_peaks
 from torch import Tensor, nn
 
 from paceline.data.batch import Batch
-from paceline.devices import find_device
 from paceline.distributed.device import describe_machine
+from paceline.host.devices import find_device
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.tasks.image_classification import ImageClassification

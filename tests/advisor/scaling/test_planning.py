@@ -11,9 +11,9 @@ from typing import Any, Literal
 import pytest
 
 from paceline.errors import RecipeError
-from paceline.machine import cpu_quota
+from paceline.host.machine import cpu_quota
+from paceline.parsing.units import TimeSpan
 from paceline.recipe.load import load_recipe
-from paceline.units import TimeSpan
 from paceline_advisor.commands import PlanTraining
 from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
 from paceline_advisor.scaling.planning import TrainingPlan, _sizes, plan_training

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline import dataset_registry
 from paceline.data.image.dataset import ImageDataset
 from paceline.data.image.decode import NEEDS_HEIF
 from paceline.data.image.sets import image_folder
 from paceline.data.image.source import EXTENSIONS, ArraySource
 from paceline.errors import DataError, RecipeError
+from paceline.plugins import dataset_registry
 from paceline.recipe.schema import Recipe
 from paceline_data.inspect.check import DataReport, check_data
 from paceline_data.inspect.look import KINDS, is_truncated

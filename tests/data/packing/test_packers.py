@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import run
-from paceline.installed_packages import entry_points
+from paceline.plugins.installed_packages import entry_points
 
 PACKER = """
 from dataclasses import dataclass

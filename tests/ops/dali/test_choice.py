@@ -12,8 +12,8 @@ from PIL import Image
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.pipeline import available_backends, choose_backend, choose_workers, open_backend
 from paceline.errors import RecipeError
+from paceline.host.world import World
 from paceline.recipe.data import Augment, Data, Jitter
-from paceline.world import World
 from paceline_ops.dali.choice import import_problem
 
 

@@ -12,12 +12,12 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler_factory import scheduler_kwargs
 from torch import nn
 
+from paceline.host.world import World
 from paceline.optim.build import build_optimizer
 from paceline.plan import DataFacts, MachineFacts, make
 from paceline.plan.rates import LearningRate
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.schema import Recipe
-from paceline.world import World
 from paceline_ops.imports.timm import TIMM, InputSettings, convert_timm, read_timm
 
 _BATCH, _STEPS_PER_EPOCH = 10, 7

@@ -14,11 +14,11 @@ from paceline.data.batch import Batch
 from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleSlice
+from paceline.host.world import World
 from paceline.metrics.accumulator import Metric
 from paceline.plan import DataFacts
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task
-from paceline.world import World
 from paceline_vision.drawing import draw_objects
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.data.balance import SampleLengths, even_bounds, padded_bounds, partition_costs
 from paceline.data.order import StepGeometry
 from paceline.data.slices import SampleSlice
-from paceline.world import World
+from paceline.host.world import World
 
 SOME = st.lists(st.integers(1, 200), min_size=1, max_size=150)
 

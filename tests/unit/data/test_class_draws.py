@@ -8,7 +8,7 @@ import pytest
 from paceline.data.class_sampling import ClassDraws, sampled_order, weights_by_class
 from paceline.data.order import StepGeometry, epoch_order
 from paceline.errors import RecipeError
-from paceline.world import World
+from paceline.host.world import World
 
 LABELS = np.random.default_rng(0).permutation(np.repeat([0, 1, 2, 4], [200, 61, 10, 3]))
 NAMES = ("dog", "cat", "owl", "none", "fox")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from paceline.data import order as order_module
 from paceline.data.keyed_order import KeyedOrder
 from paceline.data.order import StepGeometry, epoch_order
+from paceline.host.world import World
 from paceline.plan.epochs import SORTED_AT_MOST
-from paceline.world import World
 
 HUGE = 10**10
 

@@ -19,7 +19,7 @@ import pytest
 from image_sets import opened_set
 
 from paceline.data.image.dataset import Problems
-from paceline.files import SkippedItems
+from paceline.parsing.files import SkippedItems
 from paceline.prediction.sources import members, pictures_of
 from paceline.recipe.data import Data
 from paceline_text.sets.documents import open_text

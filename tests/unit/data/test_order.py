@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from paceline.data.order import StepGeometry, epoch_order, evaluation_rounds, evaluation_slices
 from paceline.data.slices import SampleSlice
-from paceline.world import World
+from paceline.host.world import World
 
 WORLDS = (1, 2, 3, 8)
 

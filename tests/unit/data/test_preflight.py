@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.data.preflight import Loading, check_machine
-from paceline.machine import available_cores
+from paceline.host.machine import available_cores
 
 MIB = 2**20
 SMALL = Loading(processes=1, workers=1, prefetch=2, train_batch_bytes=MIB, evaluation_batch_bytes=MIB)

@@ -13,7 +13,7 @@ from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
-from paceline.world import World
+from paceline.host.world import World
 
 
 def read(part: SampleSlice, training: bool) -> tuple[dict[str, torch.Tensor], list[int]]:

@@ -26,7 +26,7 @@ from paceline.distributed.device import (
     restore_affinity,
 )
 from paceline.errors import RecipeError
-from paceline.world import World
+from paceline.host.world import World
 
 LINUX = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux binds threads to cores")
 UNIQUE = ("single_unique", "interleaved", "contiguous")

@@ -20,9 +20,9 @@ from paceline.distributed.device import (
 from paceline.distributed.environment import LaunchEnvironment, read_launch
 from paceline.distributed.strategy import ControlFlags, MicroBatch, SingleProcess
 from paceline.errors import DataError, LaunchError, RecipeError
+from paceline.host.world import World
 from paceline.recipe.load import load_recipe
 from paceline.trainer.train import plan_only
-from paceline.world import World
 
 CPU = torch.device("cpu")
 

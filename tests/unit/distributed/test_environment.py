@@ -6,7 +6,7 @@ import pytest
 
 from paceline.distributed.environment import RENDEZVOUS_VARIABLE, read_launch
 from paceline.errors import LaunchError
-from paceline.world import World
+from paceline.host.world import World
 
 SLURM = {
     "SLURM_NTASKS": "7",

@@ -12,7 +12,7 @@ from torch import nn
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.exact import ExactDataParallel
 from paceline.distributed.strategy import ControlFlags, MicroBatch
-from paceline.world import World
+from paceline.host.world import World
 
 SIZES = [5, 5, 4, 4]  # a ragged step of 18 samples in four logical ranks
 

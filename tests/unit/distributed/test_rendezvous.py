@@ -11,7 +11,7 @@ import torch.distributed as dist
 from paceline.distributed.collectives import agents_store, launch_store
 from paceline.distributed.environment import read_launch
 from paceline.errors import LaunchError
-from paceline.world import World
+from paceline.host.world import World
 
 
 @pytest.fixture

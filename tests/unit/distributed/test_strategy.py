@@ -12,8 +12,8 @@ from torch import nn
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.data_parallel import DataParallel, has_training_buffers
 from paceline.distributed.strategy import VOTE_LAG, ControlFlags, FlagReader, MicroBatch, SingleProcess
+from paceline.host.world import World
 from paceline.recipe.running import Parallel
-from paceline.world import World
 
 CPU = torch.device("cpu")
 

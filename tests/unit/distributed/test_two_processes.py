@@ -49,7 +49,7 @@ def results(both: Both, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
         from paceline.recipe.running import Parallel
         from paceline.distributed.strategy import ControlFlags
         from paceline.errors import LaunchError, OtherProcessError
-        from paceline.world import World
+        from paceline.host.world import World
 
         collectives = join(launch, CPU)
         calls, broadcast = [], torch.distributed.broadcast

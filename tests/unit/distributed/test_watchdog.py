@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from paceline.distributed.strategy import Heartbeat
 from paceline.distributed.watchdog import RankStatus, Watchdog, WatchdogContext, diagnose
 from paceline.errors import LostWorkerError, OneProcessError, TrainingError
-from paceline.world import World
+from paceline.host.world import World
 
 SOURCES = Path(__file__).parents[3] / "src"
 
@@ -110,7 +110,7 @@ import pathlib, sys, threading, time
 from torch.distributed import HashStore
 from paceline.distributed.strategy import Heartbeat
 from paceline.distributed.watchdog import Watchdog
-from paceline.world import World
+from paceline.host.world import World
 
 file, seconds, is_start = pathlib.Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "start"
 timeout_seconds = float(sys.argv[4])

@@ -22,8 +22,8 @@ import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.cli.main import run as command
 from paceline.errors import CheckpointError, DataError
+from paceline.host.machine import available_cores
 from paceline.inference.predict import load_predictor, open_predictor
-from paceline.machine import available_cores
 from paceline.prediction.answer_files import answer_file
 from paceline.prediction.predictor import Answer, predict_ahead
 from paceline.prediction.sources import PictureFile

@@ -14,7 +14,7 @@ from golden_sentences import raises
 
 from paceline.data.image.decode import BrokenImageError
 from paceline.errors import DataError
-from paceline.files import SkippedItems
+from paceline.parsing.files import SkippedItems
 from paceline.prediction import sources
 from paceline.prediction.sources import PictureFile, members, pictures_of
 

@@ -18,13 +18,13 @@ from PIL import Image
 import paceline
 from paceline.cli.main import run as run_command_line
 from paceline.errors import RecipeError
+from paceline.host.world import World
 from paceline.metrics.named import NamedMetrics
+from paceline.plugins.references import trusting_code
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import named_code
-from paceline.references import trusting_code
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
-from paceline.world import World
 from paceline_text.text_classification import TextClassification
 
 Make = Callable[..., Any]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.devices import find_device
+from paceline.host.devices import find_device
 from paceline.models.ceilings import Ceilings, ceilings_of, tf32_of
 from paceline.models.flops import StepWork, WorkCounter
 from paceline.plan import Plan

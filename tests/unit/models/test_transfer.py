@@ -14,8 +14,8 @@ from torch import nn
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, ModelError
 from paceline.models.transfer import FreezeSchedule, adapt, freeze, load_fitting, trained_spans
+from paceline.parsing.units import Duration
 from paceline.recipe.model import ModelSection
-from paceline.units import Duration
 
 
 def net(classes: int = 3) -> nn.Module:

@@ -15,12 +15,12 @@ from timm.scheduler.step_lr import StepLRScheduler
 from torch.optim import lr_scheduler as lr
 
 from paceline.errors import RecipeError
+from paceline.host.world import World
 from paceline.optim.build import apply_settings, build_optimizer, build_schedules
 from paceline.plan import DataFacts, MachineFacts, Plan, make
 from paceline.plan.rates import LearningRate
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.schema import Recipe
-from paceline.world import World
 
 PEAK, END = 0.8, 0.003
 

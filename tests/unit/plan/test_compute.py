@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.errors import RecipeError
+from paceline.host.world import World
 from paceline.plan import DataFacts, MachineFacts, Plan, make
 from paceline.plan.compute import evaluation_sizes, training_sizes
 from paceline.recipe.load import stored_recipe
-from paceline.world import World
 
 NO_FP8 = "it needs a CUDA device of compute capability 8.9 or more, and this run is on cpu"
 CPU = MachineFacts(

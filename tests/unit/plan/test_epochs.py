@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.parsing.units import Duration
 from paceline.plan.epochs import Epochs
-from paceline.units import Duration
 
 Sizes = list[tuple[int, int, int]]
 

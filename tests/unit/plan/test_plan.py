@@ -14,11 +14,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import RecipeError
+from paceline.host.world import World
 from paceline.plan import DataFacts, MachineFacts, Plan, TaskFacts, make
 from paceline.plan.batching import default_processes
 from paceline.recipe.load import differences, stored_recipe, to_tree
 from paceline.recipe.schema import Recipe
-from paceline.world import World
 
 CPU = MachineFacts(device="cpu", device_name="a processor", fast_bf16=False, cores=64, reasons={"fast_bf16": "no AMX"})
 GPU = MachineFacts(device="cuda", device_name="a card", fast_bf16=True, cores=64, reasons={"fast_bf16": "it has"})

@@ -8,11 +8,11 @@ import pytest
 from golden_sentences import raises
 
 from paceline.errors import RecipeError
+from paceline.host.world import World
 from paceline.plan import DataFacts, MachineFacts, NetworkFacts, ParameterNumbers, Plan, make
 from paceline.plan.strategy import replica_bytes
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
-from paceline.world import World
 
 GIB = 2**30
 BILLION = ParameterNumbers(every=10**9, trained=10**9)

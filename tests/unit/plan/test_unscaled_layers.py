@@ -10,11 +10,11 @@ from golden_sentences import raises
 from torch import nn
 
 from paceline.errors import RecipeError
+from paceline.host.world import World
 from paceline.optim.build import build_optimizer
 from paceline.plan import DataFacts, MachineFacts, make
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
-from paceline.world import World
 
 FACTS = DataFacts(train_samples=100, evaluation_samples=10, description={"backend": "memory"})
 MACHINE = MachineFacts(device="cpu", device_name="", fast_bf16=False, cores=1)

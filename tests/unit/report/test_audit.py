@@ -19,9 +19,9 @@ import yaml
 from paceline.data.batch import Batch, select_rows
 from paceline.data.order import StepGeometry
 from paceline.errors import RunDirectoryError
+from paceline.host.world import World
 from paceline.records.ledger import Entry, LedgerEntry, LedgerWriter, PositionEntry, ledger_path, read_ledger
 from paceline.reports.audit import audit_run, used_samples
-from paceline.world import World
 
 Make = Callable[..., Any]
 Batches = list[Batch]

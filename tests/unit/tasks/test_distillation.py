@@ -15,11 +15,11 @@ import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.data.pipeline import Placement
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError, RunDirectoryError
+from paceline.host.world import World
 from paceline.models.small_resnet import small_resnet
 from paceline.recipe.load import load_recipe
 from paceline.tasks.distillation import Distillation
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
-from paceline.world import World
 
 DIGITS = (
     "data.validation_fraction=0.2",

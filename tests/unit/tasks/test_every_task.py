@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import paceline
+from paceline.plugins.registry import built_in
 from paceline.recipe.load import load_recipe
-from paceline.registry import built_in
 from paceline.reports.audit import audit_run
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target

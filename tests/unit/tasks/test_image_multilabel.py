@@ -29,6 +29,7 @@ from paceline.data.image.selection import keep_known_classes
 from paceline.data.image.sets.synthetic import draw_figures
 from paceline.data.slices import SampleSlice
 from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.host.world import World
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import open_predictor
 from paceline.recipe.data import Data
@@ -39,7 +40,6 @@ from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.train import plan_only
-from paceline.world import World
 from paceline_ops.serving.app import _shown
 
 CPU = torch.device("cpu")

@@ -25,6 +25,7 @@ from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets.synthetic import draw_discs
 from paceline.data.slices import SampleSlice
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError
+from paceline.host.world import World
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import open_predictor
 from paceline.recipe.data import Data
@@ -36,7 +37,6 @@ from paceline.tasks.task import build_task
 from paceline.tasks.trained import open_exportable
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.subject import Subject
-from paceline.world import World
 
 CPU = torch.device("cpu")
 HEADER = "image,age,weight kg"

@@ -18,11 +18,11 @@ import paceline
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
+from paceline.host.world import World
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree
 from paceline.tasks.facts import draws_of
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task, build_task
-from paceline.world import World
 
 CPU = torch.device("cpu")
 CLASS_WEIGHTS = {"0": 4.0, "3": 0.25, "8": 7.0}

@@ -23,17 +23,17 @@ from paceline.data.batch import Batch, joined_along_samples, rows_of, select_row
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.errors import PacelineError
+from paceline.host.world import World
 from paceline.models.compiled import shape_of
 from paceline.pages.page import Chart, Tiles
+from paceline.plugins.references import trusting_code
 from paceline.recipe.load import load_recipe
-from paceline.references import trusting_code
 from paceline.reports.html.page import outcome
 from paceline.reports.html.runs import read_runs
 from paceline.reports.html.training import training
 from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, one_batch
 from paceline.trainer.train import plan_only
-from paceline.world import World
 from paceline_advisor.commands import Landscape, NoiseScale, Prove
 from paceline_advisor.landscape.loss_surface import open_run
 from paceline_advisor.memory.batch_trial import TrialConfig, TrialTask

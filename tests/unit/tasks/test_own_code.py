@@ -20,6 +20,7 @@ from paceline.checkpoint.weights import read_weights
 from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.distributed.local_launch import report_error
 from paceline.errors import ModelError, PacelineError, RecipeError, RunDirectoryError
+from paceline.host.world import World
 from paceline.metrics.accumulator import Metric
 from paceline.models.precision import in_float32
 from paceline.plan import DataFacts, MachineFacts
@@ -29,7 +30,6 @@ from paceline.reports.audit import audit_run
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.subject import Subject
 from paceline.trainer.train import TrainResult
-from paceline.world import World
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
 Y = 290 + X @ torch.linspace(-0.25, 0.25, 6)

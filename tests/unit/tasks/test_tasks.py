@@ -15,11 +15,11 @@ from torch import nn
 import paceline
 from paceline.data.image.decode import describe_decoder
 from paceline.errors import PacelineError, RecipeError
+from paceline.host.world import World
 from paceline.recipe.load import load_recipe, stored_recipe
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import build_task, check_supported
 from paceline.trainer.train import plan_only
-from paceline.world import World
 
 OWN = """
 import torch

@@ -15,12 +15,12 @@ from torch import nn
 
 from paceline.data.pipeline import Placement
 from paceline.distributed.collectives import Collectives
+from paceline.host.world import World
 from paceline.models.precision import Precision
 from paceline.recipe.load import load_recipe
 from paceline.recipe.training import GradScaler
 from paceline.telemetry.display import Display
 from paceline.trainer.evaluate import Evaluator
-from paceline.world import World
 
 Make = Callable[..., Any]
 CPU = torch.device("cpu")

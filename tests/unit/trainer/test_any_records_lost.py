@@ -17,11 +17,11 @@ from run_directories import fingerprint
 
 import paceline
 from paceline.errors import PacelineError
+from paceline.host.world import World
 from paceline.recipe.load import load_recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.trainer.run_dir_checks import ResumeRequest, open_directory
 from paceline.trainer.subject import Subject
-from paceline.world import World
 
 Make = Callable[..., Any]
 UNTIL = {"train.duration": "12 steps", "checkpoint.keep": 3, "telemetry.log_every": "1 steps"}

@@ -12,8 +12,8 @@ import pytest
 from run_directories import saved_steps
 
 from paceline.checkpoint.publish import Cadence, job_end_time, young_interval
+from paceline.parsing.units import Duration, TimeSpan
 from paceline.recipe.running import Checkpoint
-from paceline.units import Duration, TimeSpan
 
 
 class Clock:

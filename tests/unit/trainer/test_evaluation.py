@@ -13,11 +13,11 @@ from tiny_networks import Linear, held_out_inputs
 from torch import nn
 
 import paceline
+from paceline.host.world import World
 from paceline.metrics.accumulator import Accumulator, Metric
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.step_stats import Progress
-from paceline.world import World
 
 Make = Callable[..., Any]
 

@@ -16,8 +16,8 @@ from torch import nn
 import paceline
 from paceline.data.batch import Batch
 from paceline.errors import RecipeError
+from paceline.host.world import STOP_SIGNALS
 from paceline.trainer.process_settings import StopRequest
-from paceline.world import STOP_SIGNALS
 
 Make = Callable[..., Any]
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.devices import find_device
 from paceline.errors import ModelError
+from paceline.host.devices import find_device
 from paceline.recipe.load import load_recipe, shipped_recipes
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step, machine_with

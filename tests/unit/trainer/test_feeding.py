@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 
 from paceline.data.image.feed_rates import remembered
+from paceline.host.world import World
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task
@@ -22,7 +23,6 @@ from paceline.telemetry.display import Display
 from paceline.trainer.feeding import measure_feeding
 from paceline.trainer.process_settings import StopRequest
 from paceline.trainer.subject import Subject
-from paceline.world import World
 
 
 @pytest.fixture(autouse=True)

@@ -19,12 +19,12 @@ from tiny_networks import Linear, held_out_inputs
 from torch import nn
 
 from paceline.distributed.collectives import Collectives
+from paceline.host.world import World
 from paceline.metrics.answers import Answers, Confusion
 from paceline.metrics.confusion import confusion_document
 from paceline.records.run_directory import RunDirectory
 from paceline.trainer.evaluate import AnswerCollector, KeepOptions, write_artifacts
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
-from paceline.world import World
 
 Make = Callable[..., Any]
 

@@ -20,13 +20,13 @@ from paceline.checkpoint.mirror import CommitListing, list_commits
 from paceline.checkpoint.store import ResumePoint
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError, VersionError
+from paceline.host.world import World
 from paceline.recipe.load import load_recipe
 from paceline.reports.audit import audit_run
 from paceline.storage.remote import Remote
 from paceline.trainer import mirroring
 from paceline.trainer.run_dir_checks import ResumeDecision
 from paceline.trainer.train import Options, train_recipe
-from paceline.world import World
 
 pytest.importorskip("fsspec", reason="the extra http (fsspec) is not installed")
 

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from paceline.errors import DataError, ModelError, RecipeError, TrainingError
+from paceline.host.world import World
 from paceline.metrics.accumulator import Metric
 from paceline.plan import MachineFacts
 from paceline.recipe.load import load_recipe
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import build_task
 from paceline.trainer.subject import Subject
-from paceline.world import World
 
 Make = Callable[..., Any]
 

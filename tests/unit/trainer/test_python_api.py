@@ -14,7 +14,7 @@ import torch
 
 import paceline
 from paceline.errors import RecipeError, RunDirectoryError, TrainingError
-from paceline.world import STOP_SIGNALS
+from paceline.host.world import STOP_SIGNALS
 
 Make = Callable[..., Any]
 

@@ -20,6 +20,7 @@ from paceline.data.image.decode import decode
 from paceline.data.image.transforms import evaluation_image
 from paceline.data.pipeline import Placement
 from paceline.errors import PacelineError
+from paceline.host.world import World
 from paceline.inference.predict import load_predictor
 from paceline.metrics.accumulator import Accumulator
 from paceline.models.small_resnet import small_resnet
@@ -27,7 +28,6 @@ from paceline.recipe.load import load_recipe, stored_recipe
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
-from paceline.world import World
 
 Make = Callable[..., Any]
 

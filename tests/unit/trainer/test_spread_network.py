@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.host.world import World
 from paceline.models.speed_net import Whitening
 from paceline.recipe.load import load_recipe
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.subject import Subject
 from paceline.trainer.train import plan_only
-from paceline.world import World
 
 TINY = {
     "model.options": {"depth": 1, "width": 16, "heads": 2},

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from paceline.distributed.environment import LaunchEnvironment
+from paceline.host.world import World
 from paceline.recipe.load import load_recipe
 from paceline.records.events import Status
 from paceline.records.reader import Summary
 from paceline.records.run_directory import write_json
 from paceline.trainer.train import elastic_notices, wait_for_training, without_standby_ranks
-from paceline.world import World
 
 EIGHT_PARTS = load_recipe("digits", ["parallel.exact=true"]).recipe
 

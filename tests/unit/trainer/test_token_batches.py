@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from paceline.data.pipeline import Placement
+from paceline.host.world import World
 from paceline.recipe.load import load_recipe
 from paceline.tasks.facts import geometry_of
 from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker
 from paceline.trainer.subject import Subject
-from paceline.world import World
 
 CPU = torch.device("cpu")
 

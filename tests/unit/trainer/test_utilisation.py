@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.devices import Device, find_device
+from paceline.host.devices import Device, find_device
 from paceline.models.build import build_model
 from paceline.recipe.load import load_recipe
 from paceline.trainer import utilisation

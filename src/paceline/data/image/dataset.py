@@ -33,9 +33,9 @@ from paceline.data.image.source import (
     with_channels,
 )
 from paceline.errors import DataError
-from paceline.files import SkippedItems
+from paceline.parsing.files import SkippedItems
+from paceline.parsing.units import format_count
 from paceline.recipe.data import Data
-from paceline.units import format_count
 
 # Arbitrary and fixed: another key gives another split.
 _KEY = 0x70616365

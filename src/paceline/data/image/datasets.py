@@ -24,11 +24,11 @@ from paceline.data.image.decode import read_file
 from paceline.data.image.selection import select
 from paceline.data.image.source import BrokenImageError, Content, encoded_source, files_of
 from paceline.data.labels import odd_class_names
-from paceline.dataset_registry import open_registered
 from paceline.errors import DataError, RecipeError
+from paceline.parsing.units import format_bytes
+from paceline.plugins.dataset_registry import open_registered
+from paceline.plugins.references import is_reference
 from paceline.recipe.data import Data
-from paceline.references import is_reference
-from paceline.units import format_bytes
 
 MOST_IMAGES = 20_000
 LARGEST_BYTES = 512 * 2**20

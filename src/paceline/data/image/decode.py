@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, JpegImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
-from paceline.files import LFS_POINTER, LFS_START
+from paceline.parsing.files import LFS_POINTER, LFS_START
 
 UNSUPPORTED = "is not supported: convert it, for example to a PNG of 8 bits"
 

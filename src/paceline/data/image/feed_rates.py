@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 
 from paceline.data.image.decode import describe_decoder
-from paceline.files import remember as write_down
-from paceline.machine import available_cores, cache_folder, cpu_name
-from paceline.plain_text import load_json
+from paceline.host.machine import available_cores, cache_folder, cpu_name
+from paceline.host.world import World
+from paceline.parsing.files import remember as write_down
+from paceline.parsing.plain_text import load_json
 from paceline.recipe.load import to_tree
 from paceline.recipe.schema import Recipe
-from paceline.world import World
 
 # Fewer processes count as equally good within this margin, since each of them takes memory.
 _AS_GOOD = 0.98

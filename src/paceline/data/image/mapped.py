@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from paceline.data.image.decode import BrokenImageError, decode, image_header, upright_size
 from paceline.data.image.source import Head, Ids, Image, NameArray
 from paceline.errors import data_error
-from paceline.files import refuse_special_inputs
+from paceline.parsing.files import refuse_special_inputs
 
 # Each mapped file holds a file descriptor; the usual limit is 1024 per process.
 _MOST_MAPPED = 256

@@ -28,11 +28,11 @@ from paceline.data.order import StepGeometry, evaluation_rounds, evaluation_slic
 from paceline.data.slices import SampleShapes
 from paceline.data.splits import Source
 from paceline.errors import RecipeError, setting_error
-from paceline.machine import available_cores, memory_bytes
+from paceline.host.machine import available_cores, memory_bytes
+from paceline.host.world import World
+from paceline.parsing.units import format_bytes, format_count
+from paceline.plugins.registry import installed, load
 from paceline.recipe.data import Data, Progressive
-from paceline.registry import installed, load
-from paceline.units import format_bytes, format_count
-from paceline.world import World
 
 # Maximum aspect ratio in either direction; longer images are cropped. It bounds the memory of a batch.
 LARGEST_RATIO = 2

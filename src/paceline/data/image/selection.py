@@ -32,8 +32,8 @@ from paceline.data.image.dataset import (
 )
 from paceline.data.image.source import Hashes, Ids, SampleSource, SubsetSource, hashed_names, sample_names
 from paceline.errors import DataError, RecipeError, data_error, did_you_mean, setting_error
-from paceline.files import refuse_special_inputs
-from paceline.plain_text import load_json, one_form
+from paceline.parsing.files import refuse_special_inputs
+from paceline.parsing.plain_text import load_json, one_form
 from paceline.recipe.data import Data
 
 _HEAD = "paceline split 1"

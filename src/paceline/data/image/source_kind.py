@@ -5,9 +5,9 @@ from __future__ import annotations
 from glob import has_magic
 from pathlib import Path
 
-from paceline.dataset_registry import dataset_at, entries
 from paceline.errors import DataError, data_error
-from paceline.files import refuse_archive, refuse_special_inputs
+from paceline.parsing.files import refuse_archive, refuse_special_inputs
+from paceline.plugins.dataset_registry import dataset_at, entries
 
 
 def detect(path: str) -> str:

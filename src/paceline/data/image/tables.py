@@ -29,8 +29,8 @@ from paceline.data.tables import (
     splits_of_files,
 )
 from paceline.errors import DataError, data_error, did_you_mean
-from paceline.files import special_kind
-from paceline.plain_text import text_of_cell
+from paceline.parsing.files import special_kind
+from paceline.parsing.plain_text import text_of_cell
 
 _OF_COLUMNS = "If each class has a column of 0 and 1, set task=image_multilabel and data.target_columns."
 _DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")

@@ -39,8 +39,8 @@ from paceline.data.image.source import BrokenImageError, Image, SampleSource
 from paceline.data.random_draws import derive_seed, uniforms
 from paceline.data.slices import SampleIds
 from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.plugins.registry import load
 from paceline.recipe.data import Augment, Mix, Progressive
-from paceline.registry import load
 
 Shape = tuple[int, int]
 """Height and width, in pixels."""

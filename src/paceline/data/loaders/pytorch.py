@@ -67,9 +67,9 @@ from paceline.data.preflight import SHARED_MEMORY
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.data.splits import Source
 from paceline.errors import DataError, LostWorkerError, OneProcessError
+from paceline.host.world import STOP_SIGNALS
+from paceline.parsing.units import format_bytes
 from paceline.recipe.data import Augment
-from paceline.units import format_bytes
-from paceline.world import STOP_SIGNALS
 
 # Size of the result: 64 images of 32x32. Their intermediate data stay in the cache.
 _PIXELS_AT_ONCE = 2**16

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunDirectoryError
-from paceline.files import refuse_special_outputs
 from paceline.pages.page import Block, Marked, Page, Section, Table, Text, Tile, Tiles, write_page
 from paceline.pages.shown import Shown
+from paceline.parsing.files import refuse_special_outputs
+from paceline.parsing.units import counted, format_bytes, format_count, format_seconds, metric_title, metric_unit
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory, file_operation
 from paceline.reports.html.predictions import predictions
 from paceline.reports.html.runs import Event, RunRecord, flattened, read_runs
 from paceline.reports.html.speed import findings, ledger_counts, memory, scaling, speed, steps_in_words, timeline
 from paceline.reports.html.training import training
-from paceline.units import counted, format_bytes, format_count, format_seconds, metric_title, metric_unit
 
 
 @dataclass(frozen=True, kw_only=True)

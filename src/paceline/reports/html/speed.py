@@ -13,10 +13,10 @@ import numpy as np
 
 from paceline.pages.charts import SERIES
 from paceline.pages.page import Block, Chart, Table, Text
+from paceline.parsing.units import counted, format_bytes, format_count, format_seconds
 from paceline.reports.html.runs import Event, RunRecord
 from paceline.reports.html.training import curves, of_runs, series_style
 from paceline.telemetry.meter import PHASES
-from paceline.units import counted, format_bytes, format_count, format_seconds
 
 _LEAST_SHARE = 0.01  # share of a step; thinner segments are invisible in a bar
 _LEAST_RECORDS, _MOST_BINS = 20, 40

@@ -13,8 +13,8 @@ import numpy as np
 
 from paceline.pages.charts import DASHES, SERIES
 from paceline.pages.page import Block, Chart, Table, Text
+from paceline.parsing.units import metric_title, metric_unit
 from paceline.reports.html.runs import Event, RunRecord
-from paceline.units import metric_title, metric_unit
 
 _WEIGHTS = ("model", "ema")
 # The other keys of a step record are shown elsewhere or are not training metrics.

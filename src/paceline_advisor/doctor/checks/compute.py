@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from paceline.references import is_ours
+from paceline.plugins.references import is_ours
 from paceline_advisor.doctor.anatomy import BYTES, Layer
 from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, Found, check, named
 from paceline_advisor.doctor.findings import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from functools import partial
 
-from paceline.units import format_bytes
+from paceline.parsing.units import format_bytes
 from paceline_advisor import Json
 from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, Found, check, named
 from paceline_advisor.doctor.findings import CONVNETS, DDP, GOYAL, KRIZHEVSKY, OWN, TUNING

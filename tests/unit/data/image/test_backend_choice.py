@@ -24,8 +24,8 @@ from paceline.data.loaders.memory import MemoryBackend, SyntheticBackend
 from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.data.slices import SampleSlice
 from paceline.errors import RecipeError
+from paceline.host.world import World
 from paceline.recipe.data import Augment, Data, Progressive
-from paceline.world import World
 
 RESIZED = Augment(crop="random_resized")
 

@@ -10,10 +10,10 @@ import pytest
 from paceline.data.image import feed_rates
 from paceline.data.image.feed_rates import FeedRates, needs_measuring, remember, remembered
 from paceline.data.image.pipeline import choose_workers
+from paceline.host.world import World
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
-from paceline.world import World
 
 FOUND = FeedRates({0: 210.0, 1: 341.0, 2: 339.0, 4: 343.0}, alone=360.0)
 

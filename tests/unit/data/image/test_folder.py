@@ -21,7 +21,7 @@ from paceline.data.image.sets import image_folder
 from paceline.data.image.source import EXTENSIONS
 from paceline.data.tables import TableFile
 from paceline.errors import DataError, PacelineError
-from paceline.files import SkippedItems, refuse_archive
+from paceline.parsing.files import SkippedItems, refuse_archive
 from paceline.prediction.sources import pictures_of
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe

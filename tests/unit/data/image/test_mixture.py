@@ -19,12 +19,12 @@ from paceline.data.image.datasets import content_of, open_dataset
 from paceline.data.image.source import encoded_source, files_of, part_numbers, prefetch, sample_names
 from paceline.data.order import StepGeometry
 from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.host.world import World
 from paceline.plan import Plan
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
 from paceline.reports.audit import audit_run
 from paceline.trainer.subject import Subject
-from paceline.world import World
 from paceline_data.inspect.check import check_data
 
 SETS = np.random.default_rng(0).permutation(np.repeat([0, 1, 2], [200, 70, 7]))

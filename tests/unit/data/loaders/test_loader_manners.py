@@ -20,8 +20,8 @@ from paceline.data.image.transforms import View
 from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.data.order import StepGeometry
 from paceline.data.slices import SampleSlice
+from paceline.host.world import World
 from paceline.recipe.data import Augment
-from paceline.world import World
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.dataset_registry import Size
+from paceline.plugins.dataset_registry import Size
 
 # Keys of a recipe's ``data`` section that have an effect on a data set.
 PART = ("only_classes", "subset")

@@ -29,8 +29,8 @@ from paceline.data.image.dataset import DatasetRequest, Statistics, StoredImages
 from paceline.data.image.sets import PART, SPLIT
 from paceline.data.image.sets.image_folder import open_image_folder
 from paceline.data.image.source import ArraySource, Image, with_channels
-from paceline.dataset_registry import AnyOpener, Place, Size, dataset
 from paceline.errors import DataError, StorageError, data_error
+from paceline.plugins.dataset_registry import AnyOpener, Place, Size, dataset
 from paceline.storage.hub import limited_waits
 
 _KEYS = ("path", "download", *PART)

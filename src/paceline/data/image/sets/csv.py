@@ -6,7 +6,7 @@ from paceline.data.image.dataset import DatasetRequest, StoredImages
 from paceline.data.image.sets import IMAGENET, TABLE
 from paceline.data.image.tables import ImageTable
 from paceline.data.tables import CSV_ENDINGS, TableFile
-from paceline.dataset_registry import dataset
+from paceline.plugins.dataset_registry import dataset
 
 
 @dataset("csv", endings=CSV_ENDINGS, keys=(*TABLE, "target_columns", "split_column"), size=IMAGENET)

@@ -14,8 +14,8 @@ import numpy as np
 from paceline.data.image.dataset import DatasetRequest, Statistics, StoredImages, pixel_images
 from paceline.data.image.sets import PART, SPLIT
 from paceline.data.image.source import ArraySource
-from paceline.dataset_registry import dataset
 from paceline.errors import DataError
+from paceline.plugins.dataset_registry import dataset
 
 SIZE = 8
 CLASSES = tuple(str(digit) for digit in range(10))

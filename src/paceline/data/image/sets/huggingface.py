@@ -17,9 +17,9 @@ from paceline.data.image.sets import IMAGENET, TABLE
 from paceline.data.image.sets.parquet import StoredTable, StreamSource, names_images, open_parquet
 from paceline.data.image.source import NameArray
 from paceline.data.tables import TableFile, choose_splits, find_files, require_pyarrow
-from paceline.dataset_registry import Place, dataset
 from paceline.errors import DataError
-from paceline.files import SkippedItems
+from paceline.parsing.files import SkippedItems
+from paceline.plugins.dataset_registry import Place, dataset
 
 
 def _is_described(place: Place) -> bool:

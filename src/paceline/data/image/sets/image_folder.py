@@ -25,11 +25,11 @@ from paceline.data.image.dataset import NOT_IMAGES, DatasetRequest, Problems, Sk
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, FileSource, NameArray, SampleSource
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
-from paceline.dataset_registry import dataset
 from paceline.errors import DataError, data_error, did_you_mean
-from paceline.files import TOO_FRESH_NS, SkippedItems, has_extension, is_folder, refuse_archive, visible_entries
-from paceline.machine import cache_folder
-from paceline.plain_text import one_form, quoted
+from paceline.host.machine import cache_folder
+from paceline.parsing.files import TOO_FRESH_NS, SkippedItems, has_extension, is_folder, refuse_archive, visible_entries
+from paceline.parsing.plain_text import one_form, quoted
+from paceline.plugins.dataset_registry import dataset
 
 MIN_CACHED_SECONDS = 0.5  # quicker listings are repeated
 _VERSION = 3

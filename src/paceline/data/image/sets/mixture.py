@@ -14,9 +14,9 @@ import numpy as np
 from paceline.data.image.dataset import DatasetRequest, Probe, Problems, StoredImages
 from paceline.data.image.sets import TABLE
 from paceline.data.image.source import ImageFiles, JoinedSource, SampleSource, SubsetSource
-from paceline.dataset_registry import dataset, dataset_at, entries, find_dataset
 from paceline.errors import DataError, RecipeError, did_you_mean, setting_error
-from paceline.files import visible_entries
+from paceline.parsing.files import visible_entries
+from paceline.plugins.dataset_registry import dataset, dataset_at, entries, find_dataset
 
 
 @dataset("mixture", keys=(*TABLE, "split_column", "mixture"))

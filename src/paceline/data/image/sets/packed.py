@@ -27,10 +27,10 @@ from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, Store
 from paceline.data.image.mapped import ByteRanges, MappedBytes, MappedFile, MappedSource
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import Ids, Image, NameArray, SampleSource, with_channels
-from paceline.dataset_registry import dataset
 from paceline.errors import DataError, data_error
-from paceline.files import refuse_special_inputs
-from paceline.plain_text import load_json
+from paceline.parsing.files import refuse_special_inputs
+from paceline.parsing.plain_text import load_json
+from paceline.plugins.dataset_registry import dataset
 
 MANIFEST = "packed.json"
 INDEX = "index.arrow"

@@ -26,11 +26,11 @@ from paceline.data.image.source import Ids, NameArray, SubsetSource
 from paceline.data.image.tables import ImageTable
 from paceline.data.splits import TRAIN, UNREAD_SPLITS, VALIDATION
 from paceline.data.tables import TableFile, explain_errors, files_ending_in, mapped, read_stream, require_pyarrow
-from paceline.dataset_registry import Place, dataset
 from paceline.errors import DataError, data_error
-from paceline.files import SkippedItems, refuse_special_inputs
-from paceline.plain_text import utf8
-from paceline.units import format_bytes
+from paceline.parsing.files import SkippedItems, refuse_special_inputs
+from paceline.parsing.plain_text import utf8
+from paceline.parsing.units import format_bytes
+from paceline.plugins.dataset_registry import Place, dataset
 
 # Cached in each reading process; hub datasets have groups of 100 images.
 LARGEST_KEPT = 256 * 2**20

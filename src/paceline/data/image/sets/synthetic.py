@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages, pixel_images
 from paceline.data.image.source import ArraySource, with_channels
-from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean, setting_error
+from paceline.plugins.dataset_registry import dataset
 
 _NOISE_KEY = 0x6E6F6973
 _NOISE_SIZE = 224

@@ -21,9 +21,9 @@ from paceline.data.image.decode import BrokenImageError, pixels_of
 from paceline.data.image.sets import PART
 from paceline.data.image.sets.archives import downloading
 from paceline.data.image.source import ArraySource, FileSource, Ids, Image, SampleSource, array_digest, with_channels
-from paceline.dataset_registry import dataset
 from paceline.errors import DataError, data_error, did_you_mean
-from paceline.files import SkippedItems, is_ignored_member, list_files
+from paceline.parsing.files import SkippedItems, is_ignored_member, list_files
+from paceline.plugins.dataset_registry import dataset
 
 PREFIX = "torchvision:"
 _TRAIN = ("train", "trainval", "train-standard", "2021_train")

@@ -28,11 +28,11 @@ from paceline.data.image.source import EXTENSIONS, Ids, NameArray
 from paceline.data.labels import as_label, number_classes
 from paceline.data.splits import TRAIN, held_out_among, split_of
 from paceline.data.tables import files_ending_in
-from paceline.dataset_registry import Place, dataset
 from paceline.errors import DataError, data_error
-from paceline.files import SkippedItems, has_extension, is_ignored_member
-from paceline.machine import cache_folder
-from paceline.plain_text import load_json
+from paceline.host.machine import cache_folder
+from paceline.parsing.files import SkippedItems, has_extension, is_ignored_member
+from paceline.parsing.plain_text import load_json
+from paceline.plugins.dataset_registry import Place, dataset
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7z": "xz", b"(\xb5/": "zstd"}
 # Changes with the layout of the cached file.

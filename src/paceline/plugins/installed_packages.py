@@ -18,9 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from paceline.files import TOO_FRESH_NS, remember
-from paceline.machine import cache_folder
-from paceline.plain_text import load_json
+from paceline.host.machine import cache_folder
+from paceline.parsing.files import TOO_FRESH_NS, remember
+from paceline.parsing.plain_text import load_json
 from paceline.version import __version__
 
 _FORMAT = 1

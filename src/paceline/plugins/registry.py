@@ -18,15 +18,15 @@ Objects are called in the same way for both kinds of names, and for custom code 
 * schedules: ``shape(rate, step)`` with a :class:`paceline.plan.rates.LearningRate`; returns the learning rate of a
   step after the warm-up
 * tasks: ``task(recipe)``; returns a :class:`paceline.tasks.task.Task`
-* datasets: see :mod:`paceline.dataset_registry`
+* datasets: see :mod:`paceline.plugins.dataset_registry`
 * commands: see :mod:`paceline.cli.commands`
 * functions: a function that is called as an attribute of the package ``paceline``, or a command
   (:mod:`paceline.command`) that one is derived from
 * models: ``names()``; returns names of networks that a task builds, for `paceline models`
 * formats: a :class:`paceline.inference.formats.Format`, of `paceline export`
 * packers: a dataclass, whose fields are options of `paceline pack` and which has the method ``pack``
-* dataset_packages: a package whose modules register data sets (:mod:`paceline.dataset_registry`), imported when data
-  sets are listed
+* dataset_packages: a package whose modules register data sets (:mod:`paceline.plugins.dataset_registry`), imported when
+  data sets are listed
 * backends: ``backend()``; returns a :class:`paceline.data.image.pipeline.ImageBackend`, which `data.backend` names
 * run_logs: ``log()``; returns a :class:`paceline.plan.run_logs.RunLog`, which writes a log of each run
 """
@@ -36,9 +36,9 @@ from __future__ import annotations
 from typing import Any, Literal, TypeVar
 
 from paceline.errors import PacelineError, did_you_mean
-from paceline.installed_packages import entry_points
 from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES, UNSUPPORTED_OPTIMIZERS
-from paceline.references import is_ours, is_reference, is_same_class, load_reference
+from paceline.plugins.installed_packages import entry_points
+from paceline.plugins.references import is_ours, is_reference, is_same_class, load_reference
 
 _T = TypeVar("_T")
 INCOMPLETE = "Paceline's installation is incomplete or stale: install it again (in a checkout, `pip install -e .`)"
@@ -88,7 +88,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "fit": "paceline.tasks.objects:Fit",
         "own_loop": "paceline.tasks.own_code:own_loop",
     },
-    "datasets": {},  # built-in data sets register themselves: paceline.dataset_registry
+    "datasets": {},  # built-in data sets register themselves: paceline.plugins.dataset_registry
     "commands": {},  # listed in paceline.cli.commands
     "functions": {},  # listed in paceline/__init__.py
     "models": {},  # listed in paceline.models.build

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from paceline.errors import DataError, did_you_mean
-from paceline.files import is_ignored
-from paceline.references import call_reference, is_ours, is_reference, load_reference
-from paceline.registry import built_in, installed, load
+from paceline.parsing.files import is_ignored
+from paceline.plugins.references import call_reference, is_ours, is_reference, load_reference
+from paceline.plugins.registry import built_in, installed, load
 
 _FAMILY = ":NAME"
 _LOOKED_AT = 16  # files of each subfolder

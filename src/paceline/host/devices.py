@@ -11,7 +11,7 @@ from types import MappingProxyType
 import yaml
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.plain_yaml import BoundedLoader
+from paceline.parsing.plain_yaml import BoundedLoader
 
 GIB = 2**30
 

@@ -1,0 +1,1 @@
+"""Text and files of others, read within limits: JSON, YAML, durations, sizes and the names of files."""
