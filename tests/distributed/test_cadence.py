@@ -16,5 +16,5 @@ def test_both_save_after_the_same_steps(studio: Path, run: Call, summary: Call, 
     asked = ("checkpoint.every=0.001 seconds", "checkpoint.keep=99", "evaluate.every=off", f"parallel.exact={exact}")
     asked += ("train.duration=20 steps",)
     run("train", "recipe.yaml", *asked, "--processes", "2", "--run-dir", run_dir, where=studio).ended(0)
-    assert len(list((run_dir / "checkpoints").glob("step-*"))) > 2
+    assert len(list((run_dir / "checkpoints").glob("step-*"))) > 1  # also before the last step
     assert summary(run_dir)["status"] == "completed"

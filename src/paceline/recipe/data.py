@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -14,6 +15,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError
 
+from paceline.errors import DataError
 from paceline.plugins.dataset_registry import DatasetNames
 from paceline.plugins.registry import installed
 from paceline.recipe.fields import (
@@ -483,6 +485,16 @@ class Data:
     """Numbers and categories of clicked and unclicked samples."""
     detection: Annotated[Boxes, _used("detection")] = Boxes()
     """How pictures with boxes are read and prepared."""
+
+    def needed_path(self, what: str = "set it to where the data is") -> Path:
+        """Return the path of a data set that needs one; ``what`` says what belongs there.
+
+        Raises:
+            DataError: If the recipe does not give it.
+        """
+        if self.path is None:
+            raise DataError(f"data.dataset={self.dataset} needs data.path: {what}.", key="data.path")
+        return Path(self.path).expanduser()
 
     @property
     def score_all(self) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds
-from paceline.errors import DataError, RecipeError, setting_error
+from paceline.errors import DataError, RecipeError
 from paceline.parsing.files import SkippedItems, visible_entries
 from paceline.plugins.dataset_registry import StandIn, dataset, open_registered
 from paceline.recipe.data import Clicks, Data
@@ -204,13 +203,7 @@ def open_criteo(data: Data) -> ClickDataset:
         DataError: If it does not exist, or has invalid lines.
         RecipeError: If the section does not fit it.
     """
-    if data.path is None:
-        raise setting_error(
-            "data.dataset",
-            "criteo",
-            "needs data.path: a folder with train and val, or a file of lines.",
-        )
-    root = Path(data.path)
+    root = data.needed_path("a folder with train and val, or a file of lines")
     if not root.exists():
         raise DataError(f"data.path={data.path} does not exist.", key="data.path", path=data.path)
     left_out = SkippedItems()

@@ -166,13 +166,8 @@ def open_docs(data: Data) -> TextDataset:
 )
 def open_folder(data: Data) -> TextDataset:
     """Open a folder of .txt files."""
-    if data.path is None:
-        raise DataError(
-            "data.dataset=text_folder needs data.path: PATH/{train,val}/*.txt, or a folder of .txt files.",
-            key="data.path",
-        )
-    left_out = SkippedItems()
-    train, validation, reason = folder_splits(Path(data.path), data.validation_fraction, left_out)
+    root, left_out = data.needed_path("PATH/{train,val}/*.txt, or a folder of .txt files"), SkippedItems()
+    train, validation, reason = folder_splits(root, data.validation_fraction, left_out)
     return from_documents("text_folder", train, validation, open_tokenizer(data.text.tokenizer), reason, left_out)
 
 
@@ -184,16 +179,11 @@ def open_folder(data: Data) -> TextDataset:
 )
 def open_huggingface(data: Data) -> TextDataset:
     """Open a column of a local Hugging Face dataset."""
-    if data.path is None:
-        raise DataError(
-            "data.dataset=huggingface_text needs data.path: a folder that save_to_disk wrote, or parquet.",
-            key="data.path",
-        )
-    left_out = SkippedItems()
-    files = find_files(data.path, left_out)
+    root, left_out = data.needed_path("a folder that save_to_disk wrote, or parquet"), SkippedItems()
+    files = find_files(root, left_out)
     if files is None:
         raise data_error(
-            data.path,
+            root,
             "is not a local Hugging Face dataset: expected a folder that save_to_disk wrote, or parquet files. One "
             "from the hub is data.path=hf://datasets/OWNER/NAME, if it is stored as parquet; another is saved with "
             "`datasets.load_dataset(NAME).save_to_disk(FOLDER)`.",
@@ -276,11 +266,7 @@ def _text_of(path: Path) -> str:
 @dataset("tokens", kind="texts", keys=("path", "text"), stand_in=ASSUMED)
 def open_packed(data: Data) -> TextDataset:
     """Open tokens that ``paceline pack --text`` wrote."""
-    if data.path is None:
-        raise DataError(
-            "data.dataset=tokens needs data.path: a folder that `paceline pack --text` wrote.",
-            key="data.path",
-        )
+    root = data.needed_path("a folder that `paceline pack --text` wrote")
     if data.text.tokenizer != TextSection().tokenizer:
         raise DataError(
             f"data.text.tokenizer={data.text.tokenizer} has no effect with data.dataset=tokens, which has its own; "
@@ -288,7 +274,7 @@ def open_packed(data: Data) -> TextDataset:
             key="data.text.tokenizer",
             value=data.text.tokenizer,
         )
-    return open_tokens(Path(data.path))
+    return open_tokens(root)
 
 
 _REFERENCE = f"{__name__}:placeholder"

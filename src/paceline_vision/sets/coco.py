@@ -210,7 +210,7 @@ def open_coco(data: Data) -> BoxDataset:
     Raises:
         DataError: If they are missing, or the annotations are malformed.
     """
-    root = existing_folder(data.path, "coco", "annotations/ and train2017/")
+    root = existing_folder(data, "annotations/ and train2017/")
     masks = data.detection.masks is True
     if masks:
         try:
@@ -272,22 +272,17 @@ def open_coco(data: Data) -> BoxDataset:
     )
 
 
-def existing_folder(path: str | None, dataset: str, content: str) -> Path:
+def existing_folder(data: Data, content: str) -> Path:
     """Return the folder that a recipe names as its ``data.path``; ``content`` says what the data set expects in it.
 
     Raises:
         DataError: If it is not given, or not a folder.
     """
-    if path is None:
-        raise DataError(
-            f"data.dataset={dataset} needs data.path: the folder that holds {content}.",
-            key="data.path",
-        )
-    root = Path(path).expanduser()
+    root = data.needed_path(f"the folder that holds {content}")
     refuse_archive(root)
     if not root.is_dir():
         raise DataError(
-            f"data.path={path} is not a folder; give the one that holds {content}.", key="data.path", path=path
+            f"data.path={data.path} is not a folder; give the one that holds {content}.", key="data.path", path=root
         )
     return root
 

@@ -126,7 +126,7 @@ def open_masks(data: Data) -> MaskDataset:
     Raises:
         DataError: If its layout differs, or masks do not match their images or classes; names the files.
     """
-    root, left_out = existing_folder(data.path, "masks", "images/ and masks/"), SkippedItems()
+    root, left_out = existing_folder(data, "images/ and masks/"), SkippedItems()
     folders = _split_folders(root, score_all=data.score_all)
     found = [_paired(folder, left_out) for folder in (folders or [root])]
     _report_unread(root, folders, left_out)

@@ -256,10 +256,7 @@ class DatasetRequest:
         Raises:
             DataError: If the recipe does not give it.
         """
-        if self.data.path is None:
-            message = f"data.dataset={self.data.dataset} needs data.path: set it to where the data is."
-            raise DataError(message, key="data.path")
-        return Path(self.data.path).expanduser()
+        return self.data.needed_path()
 
     @property
     def channels(self) -> int | None:
