@@ -175,7 +175,7 @@ def test_a_packed_file_that_is_damaged(tmp_path: Path, place: int) -> None:
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
-    with raises(RecipeError, key="data.dataset", value="criteo"):
+    with raises(DataError, key="data.path"):
         open_clicks(Data(dataset="criteo"))
     with raises(DataError, key="data.path", path="none"):
         open_clicks(data(tmp_path / "none"))
