@@ -17,12 +17,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from glob import has_magic
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from paceline.errors import DataError, did_you_mean
-from paceline.parsing.files import is_ignored
+from paceline.errors import DataError, data_error, did_you_mean
+from paceline.parsing.files import is_ignored, refuse_archive, refuse_special_inputs
 from paceline.plugins.references import call_reference, is_ours, is_reference, load_reference
 from paceline.plugins.registry import built_in, installed, load
 
@@ -243,6 +244,29 @@ def open_registered(name: str, kinds: Mapping[str, type[_T]], argument: Any) -> 
             return opened
     expected = " or ".join(f"{each.__module__}.{each.__name__}" for each in kinds.values())
     raise DataError(f"data.dataset={name}: its opener returned {type(opened).__name__}; it must return a {expected}.")
+
+
+def detect_dataset(path: str) -> str:
+    """Return the name of the data set that opens a source of images.
+
+    Raises:
+        DataError: If the path does not exist, or its files tell no data set.
+    """
+    root = Path(path).expanduser()
+    if not root.exists() and "{" not in path and not has_magic(path):
+        raise DataError(f"there is no {str(root)!r}: correct the path.")
+    if (entry := dataset_at(root)) is not None:
+        return entry.name
+    if not root.exists():
+        return "webdataset"
+    refuse_special_inputs(root)
+    refuse_archive(root)
+    endings = ", ".join(dict.fromkeys(ending for each in entries("images") for ending in each.endings))
+    raise data_error(
+        path,
+        f"is a file whose name does not tell what it holds (known: {endings}): name a folder, or give the data set, "
+        "with data.dataset or with `pack --kind`.",
+    )
 
 
 @cache

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from paceline.data.image.datasets import open_dataset
-from paceline.data.image.source_kind import detect
 from paceline.data.splits import split_folders
 from paceline.distributed.device import choose_device
 from paceline.distributed.environment import read_launch
@@ -25,6 +24,7 @@ from paceline.host.world import World
 from paceline.models.build import why_no_weights
 from paceline.parsing.plain_yaml import yaml_line
 from paceline.parsing.units import format_count
+from paceline.plugins.dataset_registry import detect_dataset
 from paceline.recipe.load import Overrides, load_recipe, set_by
 from paceline.records.reader import beyond_until
 from paceline.records.run_directory import RunDirectory
@@ -120,7 +120,7 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
         PacelineError: If there are no images that could be trained on, or an override is wrong.
     """
     path = Path(source).expanduser()
-    kind = detect(source)
+    kind = detect_dataset(source)
     folders = [path / each for each in ("", *split_folders(path).values())]
     if any((each / "masks").is_dir() and (each / "images").is_dir() for each in folders):
         raise RecipeError(

@@ -27,10 +27,9 @@ from paceline.data.image.file_checks import spread
 from paceline.data.image.sets.archives import find_archive
 from paceline.data.image.sets.image_folder import open_unread_test, unread_entries
 from paceline.data.image.source import BrokenImageError, Ids, Image, JoinedSource, SampleSource
-from paceline.data.image.source_kind import detect
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.parsing.plain_yaml import yaml_line
-from paceline.plugins.dataset_registry import Pictures, named
+from paceline.plugins.dataset_registry import Pictures, detect_dataset, named
 from paceline.plugins.references import is_reference
 from paceline.recipe.load import load_recipe, set_by, shipped_recipes
 from paceline.recipe.schema import Recipe
@@ -149,7 +148,7 @@ def _load(source: str, overrides: Sequence[str]) -> Recipe:
         return load_recipe(source, overrides).recipe
     located = f"data.path={yaml_line(source)}"
     try:
-        kind = detect(source)
+        kind = detect_dataset(source)
     except DataError as error:
         raise DataError(
             f"{source!r} is not a folder or archive of images, a recipe file or a shipped recipe ({error})", path=source

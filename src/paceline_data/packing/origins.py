@@ -17,10 +17,9 @@ from paceline.data.image.selection import digest_of, stratified_subset, take_cla
 from paceline.data.image.sets.packed import Origin, PackedPixels, read_manifest
 from paceline.data.image.sets.parquet import LARGEST_KEPT, TableSource
 from paceline.data.image.source import FileSource, SampleSource, SubsetSource, encoded_source, leaf_sources
-from paceline.data.image.source_kind import detect
 from paceline.errors import DataError
 from paceline.parsing.plain_text import utf8
-from paceline.plugins.dataset_registry import find_dataset
+from paceline.plugins.dataset_registry import detect_dataset, find_dataset
 from paceline.recipe.data import Data
 
 _TOLD = {"train": "training", "validation": "held-out"}  # display names of splits
@@ -86,7 +85,7 @@ def open_origin(path: str, kind: str | None = None, part: Data | None = None) ->
         DataError: If it does not exist, or is of another kind.
         RecipeError: If the selection is empty, or leaves a class empty.
     """
-    kind, part, root = kind or detect(path), part or Data(), Path(path).expanduser()
+    kind, part, root = kind or detect_dataset(path), part or Data(), Path(path).expanduser()
     entry = find_dataset(kind)
     if entry is not None and not entry.uses("path"):
         raise DataError(f"--kind {kind} is not read from files, so it cannot be packed: leave it out.")
