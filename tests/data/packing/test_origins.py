@@ -17,8 +17,9 @@ from PIL import Image
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets.packed import read_manifest
 from paceline.errors import DataError
+from paceline.plugins.dataset_registry import detect_dataset
 from paceline.recipe.data import Data
-from paceline_data.packing.origins import detect, open_origin
+from paceline_data.packing.origins import open_origin
 
 pytest.importorskip("pyarrow")
 
@@ -83,12 +84,12 @@ def test_every_kind_is_recognised(photos: Path, tmp_path: Path) -> None:
         (tmp_path / "cifar-10-python.tar.gz", "cifar10"),
         (tmp_path / "cifar-100-python.tar.gz", "cifar100"),
     ):
-        assert detect(str(path)) == kind, path
+        assert detect_dataset(str(path)) == kind, path
     with pytest.raises(DataError, match=r"there is no .*nothing"):
-        detect(str(tmp_path / "nothing"))
+        detect_dataset(str(tmp_path / "nothing"))
     (tmp_path / "readme.txt").touch()
     with pytest.raises(DataError, match="is a file whose name does not tell what it holds"):
-        detect(str(tmp_path / "readme.txt"))
+        detect_dataset(str(tmp_path / "readme.txt"))
     with raises(DataError, path="photos"):
         open_origin(str(photos), "cifar100")
 
