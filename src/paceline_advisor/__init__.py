@@ -17,6 +17,11 @@ def frozen(kind: type[_T]) -> type[_T]:
     return dataclass(frozen=True, kw_only=True)(kind)
 
 
+def picked(source: Any, *names: str) -> Json:
+    """Return some attributes of an object, by name."""
+    return {name: getattr(source, name) for name in names}
+
+
 def as_json(value: Any) -> Any:
     """Return JSON values, also for what is inside: the answer of ``to_json``, or else the fields of a dataclass."""
     if hasattr(value, "to_json"):

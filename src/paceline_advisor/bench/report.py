@@ -32,12 +32,13 @@ from paceline.recipe.schema import Recipe
 from paceline.records.environment import capture_environment
 from paceline.records.run_directory import make_folder, write_json, write_text
 from paceline.trainer.subject import Subject
-from paceline_advisor import Json, frozen
+from paceline_advisor import Json, frozen, picked
 from paceline_advisor.bench.comparison import FILE, FORMAT, compare
 from paceline_advisor.bench.interleaved import Measurement, Part, Variant, run_interleaved
 from paceline_advisor.bench.latency import measure_latency
 from paceline_advisor.bench.target import run_to_target, summarise_runs, write_dawnbench
 from paceline_advisor.commands import Bench, BenchCompare
+from paceline_advisor.traces import error_bars, trace
 
 # Each keeps its data and network in memory while it waits for its turn.
 _AT_ONCE = 4
@@ -233,12 +234,8 @@ class BenchReport:
         """The result as one JSON object."""
         return {
             "format": FORMAT,
-            "kind": self.kind,
             "paceline": __version__,
-            "name": self.name,
-            "settings": self.settings,
-            "rows": self.rows,
-            "notes": self.notes,
+            **picked(self, "kind", "name", "settings", "rows", "notes"),
             "recipe": to_tree(self.recipe),
             # Querying a GPU's name does not initialise it.
             "environment": capture_environment(
@@ -381,22 +378,9 @@ def compare_results(options: BenchCompare, _: Log) -> Document:
 
 
 def _trace(label: str, line: Sequence[tuple[int, Mapping[str, float]]]) -> Json:
-    """Return a line of (batch size, rate with its interval); a non-finite end of an interval has no bar."""
-
-    def distance(rate: Mapping[str, float], end: str) -> float | None:
-        found = abs(rate[end] - rate["middle"])
-        return found if math.isfinite(found) else None
-
-    return {
-        "mode": "lines+markers",
-        "name": label,
-        "x": [size for size, _ in line],
-        "y": [rate["middle"] for _, rate in line],
-        "error_y": {
-            "array": [distance(rate, "high") for _, rate in line],
-            "arrayminus": [distance(rate, "low") for _, rate in line],
-        },
-    }
+    """Return a line of (batch size, rate with its interval)."""
+    bars = error_bars((rate["low"], rate["middle"], rate["high"]) for _, rate in line)
+    return trace("lines+markers", label, [(size, rate["middle"]) for size, rate in line], error_y=bars)
 
 
 def throughput_notes(rows: Sequence[Row]) -> list[str]:

@@ -30,7 +30,7 @@ from paceline.records.reader import read_events, read_plan
 from paceline.records.run_directory import RunDirectory, write_json, write_text
 from paceline.tasks.facts import find_metric
 from paceline.trainer.subject import Subject
-from paceline_advisor import Json
+from paceline_advisor import Json, picked
 from paceline_advisor.commands import Bench
 from paceline_advisor.launches import CommandProcess, check_can_watch, said
 
@@ -245,13 +245,7 @@ def summarise_runs(runs: Sequence[TargetRun], target: MetricTarget, price: float
         "cost": cost,
         "cost_with_restarts": None if price is None else wall.restarting / _HOUR * price,
         "each": [
-            {
-                "seed": run.seed,
-                "reached": run.reached,
-                "train_seconds": run.train_seconds,
-                "wall_seconds": run.wall_seconds,
-                "trouble": run.trouble or None,
-            }
+            {**picked(run, "seed", "reached", "train_seconds", "wall_seconds"), "trouble": run.trouble or None}
             for run in runs
         ],
         "trouble": trouble or (f"{missed} of {len(runs)} missed the target" if missed else None),

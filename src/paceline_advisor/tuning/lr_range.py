@@ -38,6 +38,7 @@ from paceline_advisor.apply import write_new
 from paceline_advisor.bench.interleaved import without_growth
 from paceline_advisor.commands import FindLr, Sweep
 from paceline_advisor.formulas.learning_rate import MEDIAN, Suggestion, smoothed, suggest
+from paceline_advisor.traces import trace
 
 # fp16's loss scale decreases by skipping steps, which use up batches.
 MOST_SKIPPED = 20
@@ -487,31 +488,29 @@ def _chart(found: RangeTest) -> Chart:
     lowest = min(averages)
     # Diverged values would flatten the relevant part.
     top = averages[0] + 0.5 * (averages[0] - lowest) + 1e-9
-    losses = {"name": "loss of each step", "mode": "markers", "marker": {"size": 4, "opacity": 0.5}}
-    traces: list[dict[str, Any]] = [
-        {"x": rates, "y": list(found.losses), **losses},
-        {"x": rates, "y": list(averages), "name": "smoothed", "mode": "lines", "line": {"dash": "solid"}},
+    points = list(zip(rates, found.losses, strict=True))
+    traces = [
+        trace("markers", "loss of each step", points, marker={"size": 4, "opacity": 0.5}),
+        trace("lines", "smoothed", zip(rates, averages, strict=True), line={"dash": "solid"}),
     ]
     symbols = ("circle-open", "star", "diamond", "triangle-up", "square", "x")
     for symbol, (name, each) in zip(symbols, found.suggestions.items(), strict=True):
         if each.lr is not None:
             marker = {"size": 20 if name == MEDIAN else 12, "symbol": symbol}
-            y = float(np.interp(each.lr, rates, averages))
-            traces.append({"x": [each.lr], "y": [y], "name": name, "mode": "markers", "marker": marker})
+            place = each.lr, float(np.interp(each.lr, rates, averages))
+            traces.append(trace("markers", name, [place], marker=marker))
     # Values above the axis are drawn at its edge: how a test ended is part of the result.
-    above = [(rate, loss) for rate, loss in zip(rates, found.losses, strict=True) if loss > top]
-    if above:
+    if above := [(rate, top, loss) for rate, loss in points if loss > top]:
         traces.append(
-            {
-                "x": [rate for rate, _ in above],
-                "y": [top] * len(above),
-                "customdata": [loss for _, loss in above],
-                "hovertemplate": "rate %{x:.3g}: loss %{customdata:.3g}<extra></extra>",
-                "name": "loss above the axis",
-                "mode": "markers",
-                "marker": {"size": 8, "symbol": "triangle-up-open"},
-                "cliponaxis": False,
-            }
+            trace(
+                "markers",
+                "loss above the axis",
+                above,
+                customdata=[loss for *_, loss in above],
+                hovertemplate="rate %{x:.3g}: loss %{customdata:.3g}<extra></extra>",
+                marker={"size": 8, "symbol": "triangle-up-open"},
+                cliponaxis=False,
+            )
         )
     kind = "log" if found.sweep.shape == "exponential" else "linear"
     return Chart(

@@ -260,13 +260,13 @@ def test_steps_come_out_even_and_checkpoints_cost_little() -> None:
 
 
 def test_an_olympic_mean_needs_three_values() -> None:
-    with pytest.raises(ValueError, match="2 values"):
-        scaling.olympic_mean((1.0, 2.0))
+    with pytest.raises(ValueError, match="at least one"):
+        table.olympic_mean((1.0, 2.0))
 
 
 def test_sizes_and_epochs_come_in_pairs() -> None:
-    with pytest.raises(ValueError, match="one per size"):
-        scaling.progressive_resizing_minutes(1, (1, 2), (1,), 0, 0)
+    with pytest.raises(ValueError, match="longer"):
+        table.progressive_resizing_minutes(1, (1, 2), (1,), 0, 0)
 
 
 def test_printed_ratios_are_compared_with_their_own_figures() -> None:
