@@ -443,11 +443,12 @@ def _trajectory(run: OpenedRun, weights: Tensor, request: Landscape, notes: list
         raise
     ranges = [(min(values), max(values)) for values in zip(*plane.coordinates, strict=True)]
     widest = max(last - first for first, last in ranges)
-    margins = [_MARGIN * (last - first or widest) for first, last in ranges]
-    x, y = (
-        positions(first - margin, last + margin, request.grid)
-        for (first, last), margin in zip(ranges, margins, strict=True)
-    )
+
+    def around(first: float, last: float) -> tuple[float, ...]:
+        margin = _MARGIN * (last - first or widest)
+        return positions(first - margin, last + margin, request.grid)
+
+    x, y = (around(*each) for each in ranges)
     job = measures.surface(x, y, along_axes(run.subject, weights, plane.axes, request.split))
 
     def assemble(found: list[Any]) -> Trajectory:

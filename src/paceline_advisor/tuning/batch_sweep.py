@@ -27,7 +27,7 @@ from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import write_text
 from paceline.trainer.subject import Subject
 from paceline_advisor import Json, as_json, frozen, picked
-from paceline_advisor.apply import QUIET, with_values
+from paceline_advisor.apply import SILENT, with_values
 from paceline_advisor.bench.target import MetricTarget, TargetRun, one_run
 from paceline_advisor.commands import SweepBatch
 from paceline_advisor.formulas.batch_law import BatchLaw, SweepPoint, fit_batch_law, why_no_law
@@ -163,13 +163,8 @@ def _recipe_of(options: SweepBatch, recipe: Recipe, batch: int, lr: float, seed:
         "optimizer.lr": lr,
         "optimizer.lr_scaling": "none",
         "optimizer.lr_reference_batch": None,
-        # A run that was stopped, to be resumed later, is not a result.
-        "train.until": None,
         "train.duration": options.longest or recipe.train.duration,
-        "checkpoint": QUIET["checkpoint"],
-        "telemetry.trackers": (),
-        "telemetry.noise_scale": None,
-        "telemetry.mlperf": False,
+        **SILENT,
     }
     return with_values(with_batch(recipe, batch, options.processes), values)
 

@@ -25,16 +25,15 @@ from paceline.parsing.units import Duration, format_count
 from paceline.plan import Plan
 from paceline.plan.rates import LearningRate, Schedules, lr_factor
 from paceline.recipe.load import LoadedRecipe, Overrides, load_recipe, stored_recipe, to_tree, to_yaml
-from paceline.recipe.running import Profile
 from paceline.recipe.schema import Recipe
-from paceline.recipe.training import Schedule
 from paceline.trainer.process_settings import restore_globals
 from paceline.trainer.run_records import report_broken
 from paceline.trainer.step import train_step
 from paceline.trainer.subject import Options, TaskMaker
 from paceline.trainer.train import opened_run
 from paceline.trainer.warmup import check_first_batch, warm_up
-from paceline_advisor.apply import write_new
+from paceline_advisor import picked
+from paceline_advisor.apply import QUIET, SILENT, with_values, write_new
 from paceline_advisor.bench.interleaved import without_growth
 from paceline_advisor.commands import FindLr, Sweep
 from paceline_advisor.formulas.learning_rate import MEDIAN, Suggestion, smoothed, suggest
@@ -52,16 +51,17 @@ def as_tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
         steps: Steps of the test.
         world_size: Number of processes.
     """
-    recipe = without_growth(recipe, world_size)
-    return replace(
-        recipe,
-        model=replace(recipe.model, unfreeze={}, freeze_after={}),
-        schedule=Schedule(name="constant"),
-        train=replace(recipe.train, duration=Duration(steps + MOST_SKIPPED, "steps"), until=None, ema=None),
-        evaluate=replace(recipe.evaluate, every=None, patience=None),
-        checkpoint=replace(recipe.checkpoint, every=None, keep_best=False),
-        telemetry=replace(recipe.telemetry, trackers=(), profile=Profile(), mlperf=False),
-    )
+    values = {
+        "model.unfreeze": {},
+        "model.freeze_after": {},
+        "schedule": QUIET["schedule"],
+        "train.duration": Duration(steps + MOST_SKIPPED, "steps"),
+        "train.ema": None,
+        "evaluate.every": None,
+        "evaluate.patience": None,
+        **SILENT,
+    }
+    return with_values(without_growth(recipe, world_size), values)
 
 
 Ending = Literal["highest", "diverged", "not_finite", "signal"]
@@ -419,10 +419,9 @@ def _scratch(world: World) -> Iterator[Path | None]:
 
 
 def _facts(plan: Plan, recipe: Recipe) -> dict[str, Any]:
-    names = ["device", "device_name", "precision", "strategy", "world_size"]
-    names += ["global_batch_size", "micro_batch_size", "steps_per_epoch"]
     return {
-        **{name: getattr(plan, name) for name in names},
+        **picked(plan, "device", "device_name", "precision", "strategy", "world_size"),
+        **picked(plan, "global_batch_size", "micro_batch_size", "steps_per_epoch"),
         "optimizer": recipe.optimizer.name,
         "optimizer_lr": recipe.optimizer.lr,
         "lr_factor": lr_factor(recipe, min(plan.global_batch_size, plan.train_samples)),

@@ -31,7 +31,6 @@ from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
 from paceline.plan.batching import fixed_logical_ranks, with_nearest_ghost_size
 from paceline.recipe.load import load_recipe, shipped_recipes
-from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.trainer.noise import mean_weight
@@ -41,7 +40,7 @@ from paceline.trainer.subject import Options, resumed_recipe
 from paceline.trainer.train import opened_run
 from paceline.trainer.warmup import FP16_SCALE, GradientProbe
 from paceline_advisor import Json, as_json, frozen, picked
-from paceline_advisor.apply import with_values
+from paceline_advisor.apply import SILENT, with_values
 from paceline_advisor.commands import NoiseScale
 from paceline_advisor.traces import error_bars, trace
 
@@ -204,12 +203,6 @@ def measure_noise(options: NoiseScale, log: Log) -> NoiseReport:
     recipe = _into_micro_batches(loaded.recipe, read_launch(os.environ).world.world_size)
     if checkpoints:
         recipe = resumed_recipe(recipe, directory.root)
-    silent = {
-        "telemetry.trackers": (),
-        "telemetry.noise_scale": None,
-        "telemetry.mlperf": False,
-        "checkpoint": Checkpoint(every=None),
-    }
     scratch = (
         tempfile.TemporaryDirectory(prefix="paceline-noise-")
         if options.scratch is None
@@ -219,7 +212,7 @@ def measure_noise(options: NoiseScale, log: Log) -> NoiseReport:
     with (
         scratch as folder,
         opened_run(
-            replace(loaded, recipe=with_values(recipe, silent), origins={}), Options(run_dir=Path(folder) / "run")
+            replace(loaded, recipe=with_values(recipe, SILENT), origins={}), Options(run_dir=Path(folder) / "run")
         ) as run,
     ):
         if not isinstance(run.strategy, Replicas):
