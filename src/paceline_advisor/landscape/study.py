@@ -373,7 +373,8 @@ def _measure_run(run: OpenedRun, request: Landscape, collectives: Collectives, n
     batch = min(run.recipe.batch.global_size, run.train_samples)
     return RunLandscape(
         run=run.target,
-        **picked(run.saved, "path", "weights"),
+        path=run.saved.path,
+        weights=run.saved.weights,
         steps=run.steps,
         parameters=subject.size,
         batch_size=batch,

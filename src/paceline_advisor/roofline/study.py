@@ -227,6 +227,7 @@ class LowIntensity:
 
 
 _LAYER_COLUMNS = ("layer", "kind", "phase", "GFLOP", "MB", "FLOP/byte", "ridge", "bound", "least ms", "share")
+_HOVER = "%{customdata[0]}: %{x:.3g} FLOP/byte, %{customdata[1]:.1%} of the step<extra></extra>"
 _PRODUCT_COLUMNS = ("layer", "phase", "m × n × k", "tile", "tiles", "waves", "wasted", "better n", "lost ms")
 
 
@@ -411,8 +412,7 @@ class RooflineReport:
                     phase,
                     [(each.intensity, each.rate) for each in of_phase],
                     customdata=[[each.layer or f"({phase})", each.share] for each in of_phase],
-                    hovertemplate="%{customdata[0]}: %{x:.3g} FLOP/byte, %{customdata[1]:.1%} of the step"
-                    "<extra></extra>",
+                    hovertemplate=_HOVER,
                     marker={"size": [6 + 30 * each.share**0.5 for each in of_phase], "opacity": 0.7},
                 )
             )

@@ -126,8 +126,10 @@ def _opened(recipe: Recipe) -> tuple[Subject, str]:
         if not has_known_shapes or (path is not None and Path(path).exists()):
             raise
     recipe, assumed = with_placeholder_data(with_values(recipe, {"data.path": None}))
+    opened = Subject.open(recipe, World(), "task")
     where = "data.path is not given" if path is None else f"data.path={path} is not here"
-    return Subject.open(recipe, World(), "task"), f"{where}: {(assumed or '').partition(': ')[2]}"
+    kind = (assumed or "").partition(": ")[2]
+    return opened, f"{where}: {kind}; {opened.data.train_samples:,} samples are an epoch"
 
 
 def _counted(network: nn.Module, facts: Mapping[str, Any]) -> StepWork | None:

@@ -266,7 +266,7 @@ def _sizes(recipe: Recipe, options: PlanTraining) -> tuple[int, ...]:
     if cluster.shares_cores and options.cluster is None:  # the link between the processes is measured
         available = min(available, MOST_HERE)
     most = min(options.most_gpus, available)
-    sizes = [2**power for power in range(int(math.log2(most)) + 1)]
+    sizes = [2**power for power in range(most.bit_length())]
     if options.batch_per_gpu is None:
         usable = set(usable_processes(recipe, 1, most))
         sizes = [size for size in sizes if size in usable]

@@ -40,7 +40,6 @@ from paceline_advisor import Json, frozen
 from paceline_advisor.bench.target import MetricTarget, TargetRun, train
 from paceline_advisor.commands import Tune
 from paceline_advisor.launches import check_can_watch
-from paceline_advisor.traces import trace
 
 JOURNAL = "trials.log"
 # If so many trials end and all of them fail, the recipe is at fault and not the values.
@@ -314,9 +313,10 @@ class TuneReport:
         )
 
     def _chart(self, key: str, ranked: Sequence[optuna.trial.FrozenTrial]) -> Chart:
+        values = [each.params.get(key) for each in ranked]
         is_log = isinstance(space := self.search.get(key), dict) and bool(space.get("log"))
         names = [each.user_attrs["run"] for each in ranked]
-        points = trace("markers", "", [(each.params.get(key), each.value) for each in ranked], text=names)
+        points = {"mode": "markers", "x": values, "y": [each.value for each in ranked], "text": names}
         axis = {"title": key, "type": "log" if is_log else None}
         return Chart(
             title=f"{self.target.metric} by {key}",

@@ -43,7 +43,7 @@ def test_zero_knows_no_fifth_stage() -> None:
 
 
 def test_the_allocator_rounds_each_tensor_up() -> None:
-    assert network.allocated_bytes((4, 512, 513, 0)) == 512 + 512 + 1024
+    assert table.allocated_bytes((4, 512, 513, 0)) == 512 + 512 + 1024
 
 
 # Korthikanti et al., arXiv:2205.05198, tables 3 and 5: hidden, layers, batch, GPUs, seconds, MFU and HFU in %.

@@ -6,8 +6,8 @@ import statistics
 from functools import partial
 
 from paceline.parsing.units import format_bytes
-from paceline_advisor import Json
-from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, Found, check, named
+from paceline_advisor import Json, named
+from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, Found, check
 from paceline_advisor.doctor.findings import CONVNETS, DDP, GOYAL, KRIZHEVSKY, OWN, TUNING
 
 _LARGE_BATCH = 1024
