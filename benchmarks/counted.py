@@ -35,7 +35,7 @@ from paceline.models.recompute import recompute_blocks
 from paceline.models.small_resnet import small_resnet
 from paceline.optim.build import ExponentialMovingAverage
 from paceline_advisor.formulas.catalogue import published
-from paceline_advisor.formulas.network import allocated_bytes, tile_overhead, training_state_bytes, zero_bytes
+from paceline_advisor.formulas.network import tile_overhead, training_state_bytes, zero_bytes
 
 # The formulas of the tables, by name.
 rule = SimpleNamespace(**{each.name: each.function for each in published()})
@@ -129,7 +129,7 @@ def adam_state() -> Figures:
 def lecture_network() -> Figures:
     """Parameters of the lecture's network, and the bytes that PyTorch's allocator counts for them on a GPU."""
     sizes = [each.numel() for each in lecture_net(10).parameters()]
-    return {"parameters": sum(sizes), "bytes": allocated_bytes([4 * size for size in sizes])}
+    return {"parameters": sum(sizes), "bytes": rule.allocated_bytes([4 * size for size in sizes])}
 
 
 @counted

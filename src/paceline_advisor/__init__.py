@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, TypeVar, dataclass_transform
 
@@ -15,6 +15,16 @@ _T = TypeVar("_T")
 def frozen(kind: type[_T]) -> type[_T]:
     """Make a class a frozen dataclass with keyword-only fields."""
     return dataclass(frozen=True, kw_only=True)(kind)
+
+
+def named(names: Sequence[str], most: int = 4) -> str:
+    """List the first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def picked(source: Any, *names: str) -> Json:
+    """Return some attributes of an object, by name."""
+    return {name: getattr(source, name) for name in names}
 
 
 def as_json(value: Any) -> Any:

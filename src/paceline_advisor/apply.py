@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.errors import RecipeError
 from paceline.parsing.units import Duration
-from paceline.recipe.running import Checkpoint, Telemetry
+from paceline.recipe.running import Checkpoint, Profile, Telemetry
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Schedule
 
@@ -23,6 +23,19 @@ QUIET: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Values of a short run whose result does not matter."""
+
+SILENT: Mapping[str, Any] = MappingProxyType(
+    {
+        # A run that was stopped, to be resumed later, is not a result.
+        "train.until": None,
+        "checkpoint": QUIET["checkpoint"],
+        "telemetry.trackers": (),
+        "telemetry.profile": Profile(),
+        "telemetry.noise_scale": None,
+        "telemetry.mlperf": False,
+    }
+)
+"""Values of a run that only a study reads."""
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:

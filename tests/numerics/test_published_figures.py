@@ -13,7 +13,6 @@ import pytest
 from paceline.metrics.critical_batch import examples_ratio, steps_ratio
 from paceline_advisor.formulas.catalogue import published
 from paceline_advisor.formulas.network import tile_count, wave_count, zero_bytes
-from paceline_advisor.formulas.scaling import olympic_mean, progressive_resizing_minutes
 
 # The formulas of the tables, by name.
 rule = SimpleNamespace(**{each.name: each.function for each in published()})
@@ -106,8 +105,8 @@ FIGURES = (
     Figure(
         "dle-warmup-e0", rule.nvidia_warmup(0, 8, 2.048), 0.256, 1e-9, CONVNETS + "image_classification/optimizers.py"
     ),
-    Figure("ffcv-88", progressive_resizing_minutes(epochs=(71, 17), **FFCV_TIMES), 77.2, 0.005, FFCV),
-    Figure("ffcv-16", progressive_resizing_minutes(epochs=(12, 4), **FFCV_TIMES), 14.9, 0.005, FFCV),
+    Figure("ffcv-88", rule.progressive_resizing_minutes(epochs=(71, 17), **FFCV_TIMES), 77.2, 0.005, FFCV),
+    Figure("ffcv-16", rule.progressive_resizing_minutes(epochs=(12, 4), **FFCV_TIMES), 14.9, 0.005, FFCV),
     Figure("dle-90e-1gpu-tf32", rule.training_hours(938), 36, 0.1, RESNET50),
     Figure("dle-90e-1gpu-amp", rule.training_hours(2470), 14, 0.1, RESNET50),
     Figure("dle-90e-1gpu-fp32-v100", rule.training_hours(367), 92, 0.1, RESNET50),
@@ -119,9 +118,13 @@ FIGURES = (
     Figure("airbench94-steps", rule.steps(50_000, 2000, 8), 200, 0, AIRBENCH + ": airbench94_muon.py"),
     Figure("airbench-rn18-ratio", rule.time_speedup(420, 27.3), 15.4, 0.01, AIRBENCH + ": README.md"),
     Figure("myrtle-dawn", rule.dawnbench_seconds(79, 7, 2), 74, 0, "davidcpage/cifar10-fast@f79e8b8: README.md"),
-    Figure("mlperf-h200", olympic_mean((12.0191, 12.0239, 12.0339, 12.04, 12.0224)), 12.0268, 1e-5, MLPERF4),
-    Figure("mlperf-mosaic-base", olympic_mean((111.6539, 110.4596, 110.5382, 110.5208, 110.4804)), 110.5, 5e-4, MOSAIC),
-    Figure("mlperf-mosaic-methods", olympic_mean((23.5536, 24.1001, 23.5456, 24.5397, 23.7118)), 23.8, 0.001, MOSAIC),
+    Figure("mlperf-h200", rule.olympic_mean((12.0191, 12.0239, 12.0339, 12.04, 12.0224)), 12.0268, 1e-5, MLPERF4),
+    Figure(
+        "mlperf-mosaic-base", rule.olympic_mean((111.6539, 110.4596, 110.5382, 110.5208, 110.4804)), 110.5, 5e-4, MOSAIC
+    ),
+    Figure(
+        "mlperf-mosaic-methods", rule.olympic_mean((23.5536, 24.1001, 23.5456, 24.5397, 23.7118)), 23.8, 0.001, MOSAIC
+    ),
     Figure(
         "mlperf-rcp-3264",
         rule.reference_convergence_ratio(REFERENCE_EPOCHS, 35),

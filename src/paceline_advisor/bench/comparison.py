@@ -156,25 +156,21 @@ def compare(a: Path, b: Path, *, tolerance: float = 0.05, confidence: float = 0.
 def _line(
     name: str, a: _Measured | None, b: _Measured | None, tolerance: float, confidence: float
 ) -> ComparedMeasurement:
-    for label, measured in (("A", a), ("B", b)):
-        if isinstance(measured, str):
-            return ComparedMeasurement(name=name, slower=None, verdict="not comparable", note=f"{label}: {measured}")
     if not isinstance(a, list) or not isinstance(b, list):
-        only = "B" if a is None else "A"
-        return ComparedMeasurement(name=name, slower=None, verdict="not comparable", note=f"measured in {only} only")
+        note = "measured in B only" if a is None else "measured in A only"
+        for label, measured in (("B", b), ("A", a)):
+            note = f"{label}: {measured}" if isinstance(measured, str) else note
+        return ComparedMeasurement(name=name, slower=None, verdict="not comparable", note=note)
     if len(a) > 1 and len(b) > 1:
         times = [[math.exp(statistics.fmean(map(math.log, launch))) for launch in each] for each in (a, b)]
     else:
         times = [[value for launch in each for value in launch] for each in (a, b)]
     ratio = unpaired_ratio(times[1], times[0], confidence=max(confidence, 1e-9))
+    verdict: Verdict = "no slower" if ratio.high <= 1 + tolerance else "not enough evidence"
     if ratio.low > 1 + tolerance:
-        verdict: Verdict = "slower"
+        verdict = "slower"
     elif ratio.high < 1:
         verdict = "faster"
-    elif ratio.high <= 1 + tolerance:
-        verdict = "no slower"
-    else:
-        verdict = "not enough evidence"
     return ComparedMeasurement(name=name, slower=ratio, verdict=verdict)
 
 

@@ -38,7 +38,7 @@ from paceline.trainer.run_views import ProbedRun
 from paceline.trainer.step import micro_batches
 from paceline.trainer.subject import Options
 from paceline.trainer.train import opened_run
-from paceline_advisor import Json
+from paceline_advisor import Json, picked
 from paceline_advisor.bench.energy import EnergyCounter
 from paceline_advisor.forwarding import PassesOn
 
@@ -120,10 +120,10 @@ class _TurnClock(Display):
     def opened(self) -> None:
         """Report that the run is open, with its facts."""
         plan = self._run.plan
-        names = ["device", "device_name", "precision", "micro_batch_size", "threads_per_process", "parameters"]
         self._turns.send(
             {
-                **{name: getattr(plan, name) for name in (*names, "channels_last", "compile")},
+                **picked(plan, "device", "device_name", "precision", "micro_batch_size", "threads_per_process"),
+                **picked(plan, "parameters", "channels_last", "compile"),
                 "backend": plan.data.get("backend"),
                 "workers": plan.data.get("workers", 0),
                 "workers_asked": self._run.recipe.data.workers,

@@ -123,7 +123,7 @@ def measure_latency(options: Bench, log: Log) -> tuple[str, Recipe, list[Json]]:
                 answer, shape = _untrained(recipe, opened.placement)
         except PacelineError as error:
             if options.devices or options.precisions:
-                rows.append(_row(device_name, precision, "batch", None, trouble=str(error)))
+                rows.append(_row(device_name, precision, "batch", None) | {"trouble": str(error)})
                 continue
             raise
         rows += _scenarios(
@@ -171,6 +171,7 @@ def _scenarios(subject: _MeasuredNetwork, options: Bench, log: Log) -> Iterator[
 
 def _measured(subject: _MeasuredNetwork, scenario: str, size: int, seconds: float) -> Json:
     on_gpu = subject.device.type == "cuda"
+    row = _row(subject.device.type, subject.precision, scenario, size)
     try:
         images = subject.images(size)
         if on_gpu:
@@ -187,8 +188,7 @@ def _measured(subject: _MeasuredNetwork, scenario: str, size: int, seconds: floa
         if on_gpu:
             torch.cuda.empty_cache()
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        return _row(subject.device.type, subject.precision, scenario, size, trouble=reason[0])
-    row = _row(subject.device.type, subject.precision, scenario, size)
+        return row | {"trouble": reason[0]}
     # Consecutive queries are correlated: the interval is computed from means over parts.
     means = [part / size for part in part_means(times)]
     row |= {"samples_per_second": rate_interval(means).to_json(), "times": [means], "queries": len(times)}
@@ -202,13 +202,13 @@ def _measured(subject: _MeasuredNetwork, scenario: str, size: int, seconds: floa
     return row
 
 
-def _row(device: str, precision: str, scenario: str, size: int | None, *, trouble: str = "") -> Json:
+def _row(device: str, precision: str, scenario: str, size: int | None) -> Json:
     return {
         "device": device,
         "precision": precision,
         "scenario": scenario,
         "batch_size": size,
-        "trouble": trouble or None,
+        "trouble": None,
         "samples_per_second": None,
         "times": [],
     }

@@ -12,7 +12,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -32,17 +31,19 @@ from paceline.recipe.schema import Recipe
 from paceline.records.environment import capture_environment
 from paceline.records.run_directory import make_folder, write_json, write_text
 from paceline.trainer.subject import Subject
-from paceline_advisor import Json, frozen
+from paceline_advisor import Json, frozen, picked
 from paceline_advisor.bench.comparison import FILE, FORMAT, compare
 from paceline_advisor.bench.interleaved import Measurement, Part, Variant, run_interleaved
 from paceline_advisor.bench.latency import measure_latency
-from paceline_advisor.bench.target import run_to_target, summarise_runs, write_dawnbench
+from paceline_advisor.bench.target import run_to_target
 from paceline_advisor.commands import Bench, BenchCompare
+from paceline_advisor.traces import error_bars, trace
 
 # Each keeps its data and network in memory while it waits for its turn.
 _AT_ONCE = 4
 
 
+_MACHINE = ("device_name", "torch", "cuda", "python", "platform", "command")
 _FACTS = ("workers", "workers_asked", "workers_reason", "workers_measured", "parameters", "compile", "channels_last")
 
 
@@ -218,7 +219,6 @@ class BenchReport:
         settings: How it was measured.
         rows: One row per measurement.
         notes: Notes needed to read the figures.
-        dawnbench: Writes DAWNBench's entries of runs to a target into a folder, and returns the files.
     """
 
     kind: str
@@ -227,18 +227,13 @@ class BenchReport:
     settings: Mapping[str, Any]
     rows: Sequence[Row]
     notes: Sequence[str]
-    dawnbench: Callable[[Path], list[Path]] | None = None
 
     def to_json(self) -> Json:
         """The result as one JSON object."""
         return {
             "format": FORMAT,
-            "kind": self.kind,
             "paceline": __version__,
-            "name": self.name,
-            "settings": self.settings,
-            "rows": self.rows,
-            "notes": self.notes,
+            **picked(self, "kind", "name", "settings", "rows", "notes"),
             "recipe": to_tree(self.recipe),
             # Querying a GPU's name does not initialise it.
             "environment": capture_environment(
@@ -271,11 +266,12 @@ class BenchReport:
         lines = [f"# {self.name}: {self.kind.replace('_', ' ')}", "", _bar(header), _bar(["---"] * len(header))]
         lines += [*map(_bar, rows), "", *(f"- {note}" for note in self.notes), ""]
         document = self.to_json()["environment"]
-        machine = {
-            name: document.get(name) for name in ("device_name", "torch", "cuda", "python", "platform", "command")
+        settings = {
+            "cpu": document["cpu"]["model"],
+            "cores": document["cpu"]["usable_cores"],
+            **{name: document.get(name) for name in _MACHINE},
+            **self.settings,
         }
-        machine = {"cpu": document["cpu"]["model"], "cores": document["cpu"]["usable_cores"], **machine}
-        settings = {**machine, **self.settings}
         for name, value in settings.items():
             if value not in (None, ()):
                 lines.append(f"- {name}: {', '.join(map(str, value)) if isinstance(value, tuple) else value}")
@@ -295,7 +291,7 @@ class BenchReport:
         if (chart := self.chart()) is not None:
             page = Page(title=self.name, subtitle="paceline bench", sections=(Section(title="Speed", blocks=(chart,)),))
             written.append(write_page(json_file.with_suffix(".html"), page))
-        return written if self.dawnbench is None else [*written, *self.dawnbench(folder)]
+        return written
 
     def chart(self) -> Chart | None:
         """Return a chart of throughput over batch sizes; None without batch sizes."""
@@ -323,17 +319,14 @@ def bench(options: Bench, log: Log) -> BenchReport:
     Raises:
         PacelineError: If the recipe is invalid, or nothing can be measured here.
     """
-    dawnbench = None
     if options.inference:
         kind, names = "latency", ["weights", "batch_sizes", "devices", "precisions", "seconds"]
         name, recipe, rows = measure_latency(options, log)
         notes = latency_notes(rows)
     elif options.to is not None:
         kind, names = "time_to_target", ["to", "runs", "price_per_hour", "processes"]
-        loaded, target, runs = run_to_target(options, log)
-        name, recipe, rows = loaded.name, loaded.recipe, [summarise_runs(runs, target, options.price_per_hour)]
-        notes = target_notes(rows[0])
-        dawnbench = partial(write_dawnbench, loaded=loaded, target=target, runs=runs, price=options.price_per_hour)
+        loaded, rows = run_to_target(options, log)
+        name, recipe, notes = loaded.name, loaded.recipe, target_notes(rows[0])
     else:
         kind, names = "throughput", ["batch_sizes", "devices", "precisions", "backends", "parts"]
         names += ["rounds", "launches", "processes", "seconds"]
@@ -343,10 +336,9 @@ def bench(options: Bench, log: Log) -> BenchReport:
         kind=kind,
         name=name,
         recipe=recipe,
-        settings={each: getattr(options, each) for each in names},
+        settings=picked(options, *names),
         rows=rows,
         notes=notes,
-        dawnbench=dawnbench,
     )
 
 
@@ -381,22 +373,9 @@ def compare_results(options: BenchCompare, _: Log) -> Document:
 
 
 def _trace(label: str, line: Sequence[tuple[int, Mapping[str, float]]]) -> Json:
-    """Return a line of (batch size, rate with its interval); a non-finite end of an interval has no bar."""
-
-    def distance(rate: Mapping[str, float], end: str) -> float | None:
-        found = abs(rate[end] - rate["middle"])
-        return found if math.isfinite(found) else None
-
-    return {
-        "mode": "lines+markers",
-        "name": label,
-        "x": [size for size, _ in line],
-        "y": [rate["middle"] for _, rate in line],
-        "error_y": {
-            "array": [distance(rate, "high") for _, rate in line],
-            "arrayminus": [distance(rate, "low") for _, rate in line],
-        },
-    }
+    """Return a line of (batch size, rate with its interval)."""
+    bars = error_bars((rate["low"], rate["middle"], rate["high"]) for _, rate in line)
+    return trace("lines+markers", label, [(size, rate["middle"]) for size, rate in line], error_y=bars)
 
 
 def throughput_notes(rows: Sequence[Row]) -> list[str]:

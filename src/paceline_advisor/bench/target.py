@@ -27,10 +27,10 @@ from paceline.metrics.intervals import TimeToEvent, time_to_event
 from paceline.recipe.load import LoadedRecipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events, read_plan
-from paceline.records.run_directory import RunDirectory, write_json, write_text
+from paceline.records.run_directory import RunDirectory
 from paceline.tasks.facts import find_metric
 from paceline.trainer.subject import Subject
-from paceline_advisor import Json
+from paceline_advisor import Json, picked
 from paceline_advisor.commands import Bench
 from paceline_advisor.launches import CommandProcess, check_can_watch, said
 
@@ -112,8 +112,8 @@ class TargetRun:
     trouble: str = ""
 
 
-def run_to_target(options: Bench, log: Log) -> tuple[LoadedRecipe, MetricTarget, list[TargetRun]]:
-    """Train until the target of ``bench --to`` is met, once for each seed.
+def run_to_target(options: Bench, log: Log) -> tuple[LoadedRecipe, list[Json]]:
+    """Train until the target of ``bench --to`` is met, once for each seed; return the recipe, and the result's row.
 
     Raises:
         PacelineError: If the recipe is invalid, never evaluates, or lacks the metric.
@@ -132,7 +132,7 @@ def run_to_target(options: Bench, log: Log) -> tuple[LoadedRecipe, MetricTarget,
         log(f"run {index + 1} of {options.runs}: {run.trouble or f'{outcome} (seed {run.seed})'}")
         if index == 0 and run.trouble:
             raise TrainingError(f"the first run failed: {run.trouble}")
-    return loaded, target, runs
+    return loaded, [summarise_runs(runs, target, options.price_per_hour)]
 
 
 def one_run(target: MetricTarget, recipe: Recipe, *, processes: int = 1) -> TargetRun:
@@ -245,13 +245,7 @@ def summarise_runs(runs: Sequence[TargetRun], target: MetricTarget, price: float
         "cost": cost,
         "cost_with_restarts": None if price is None else wall.restarting / _HOUR * price,
         "each": [
-            {
-                "seed": run.seed,
-                "reached": run.reached,
-                "train_seconds": run.train_seconds,
-                "wall_seconds": run.wall_seconds,
-                "trouble": run.trouble or None,
-            }
+            {**picked(run, "seed", "reached", "train_seconds", "wall_seconds"), "trouble": run.trouble or None}
             for run in runs
         ],
         "trouble": trouble or (f"{missed} of {len(runs)} missed the target" if missed else None),
@@ -259,43 +253,3 @@ def summarise_runs(runs: Sequence[TargetRun], target: MetricTarget, price: float
         "times": [] if missed else [[run.train_seconds for run in runs]],
         "mean_seconds": None if missed else statistics.fmean(run.train_seconds for run in runs),
     }
-
-
-def write_dawnbench(
-    folder: Path, *, loaded: LoadedRecipe, target: MetricTarget, runs: Sequence[TargetRun], price: float | None = None
-) -> list[Path]:
-    """Write each run that reached the target as a DAWNBench entry: a JSON file and a TSV of its progress.
-
-    ``author``, ``authorEmail`` and ``codeURL`` are left for the user to fill in. The hours are those of the step clock.
-
-    Source: github.com/stanford-futuredata/dawn-bench-entries, README (version v1.0).
-    """
-    import torch
-
-    written = []
-    stem = re.sub(r"[^A-Za-z0-9]+", "-", f"paceline_{loaded.name}").strip("-")
-    for number, run in enumerate((run for run in runs if run.reached), start=1):
-        entry = {
-            "version": "v1.0",
-            "author": "",
-            "authorEmail": "",
-            "framework": f"Paceline, PyTorch {torch.__version__}",
-            "codeURL": "",
-            "model": loaded.recipe.model.name,
-            "hardware": f"{run.plan['world_size']} x {run.plan['device_name']}" if run.plan else "",
-            **({} if price is None else {"costPerHour": price}),
-            "timestamp": time.strftime("%Y-%m-%d"),
-            "misc": {"recipe": loaded.name, "seed": run.seed, "target": f"{target.metric} {target.value:g}"},
-        }
-        path = folder / f"{stem}-{number}.json"
-        write_json(path, entry)
-        columns = [("top1_accuracy", "top1Accuracy"), ("top5_accuracy", "top5Accuracy")]
-        known = [(key, name) for key, name in columns if any(key in each for each in run.evaluations)]
-        lines = ["\t".join(["epoch", "hours", *(name for _, name in known)])]
-        for each in run.evaluations:
-            fields = [f"{each['epoch']}", f"{each['train_seconds'] / _HOUR:.9g}"]
-            fields += ["" if each.get(key) is None else f"{each[key]:.4g}" for key, _ in known]
-            lines.append("\t".join(fields))
-        write_text(path.with_suffix(".tsv"), "\n".join([*lines, ""]))
-        written += [path, path.with_suffix(".tsv")]
-    return written

@@ -50,6 +50,8 @@ OURS = tuple(f"{Path(paceline.__file__).parent}{each}" for each in (os.sep, "_")
 _vision = find_spec("torchvision")
 _TORCHVISION = tuple(f"{each}{os.sep}" for each in (_vision and _vision.submodule_search_locations) or ())
 
+# Most of these have results whose length depends on the values.
+_OF_THEIR_OWN_NAME = "is_nonzero nonzero argwhere masked_select unique unique_consecutive bincount"
 # Functions that need a value on the host, which waits until the device has computed it.
 _READS = {
     "item": ".item()",
@@ -67,14 +69,7 @@ _READS = {
     "cpu": ".cpu()",
     "equal": "torch.equal",
     "allclose": "torch.allclose",
-    "is_nonzero": "is_nonzero",
-    # Functions whose results have a length that depends on the values.
-    "nonzero": "nonzero",
-    "argwhere": "argwhere",
-    "masked_select": "masked_select",
-    "unique": "unique",
-    "unique_consecutive": "unique_consecutive",
-    "bincount": "bincount",
+    **{name: name for name in _OF_THEIR_OWN_NAME.split()},
 }
 
 

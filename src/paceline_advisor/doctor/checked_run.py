@@ -257,9 +257,3 @@ def _finding(defaults: Json, source: str, result: CheckResult) -> Finding:
     advice = Advice(words=data.pop("advice"), overrides=dict(data.pop("overrides")), keeps=data.pop("keeps", "same"))
     data["why"] += data.pop("more_why")
     return Finding(source=source, advice=advice, **data)
-
-
-def named(names: tuple[str, ...] | list[str], limit: int = 4) -> str:
-    """List the first names, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f"{', '.join(names[:limit])}{more}"

@@ -31,7 +31,7 @@ from paceline.records.run_directory import RunDirectory
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
 from paceline.trainer.subject import Subject
-from paceline_advisor import Json, as_json, frozen
+from paceline_advisor import Json, as_json, frozen, picked
 from paceline_advisor.apply import write_new
 from paceline_advisor.bench.interleaved import Measurement, run_interleaved
 from paceline_advisor.commands import Doctor
@@ -222,8 +222,7 @@ def examine(options: Doctor, log: Log) -> Diagnosis:
     findings = ranked(finding for check in CHECKS for finding in check(subject))
     end_time = time.perf_counter()
     return Diagnosis(
-        recipe=options.recipe,
-        overrides=options.overrides,
+        **picked(options, "recipe", "overrides"),
         device=target.machine.device_name,
         is_here=target.is_here,
         precision=plan.precision,

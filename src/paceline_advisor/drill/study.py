@@ -19,7 +19,7 @@ from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
-from paceline_advisor import Json, frozen
+from paceline_advisor import Json, frozen, picked
 from paceline_advisor.commands import Drill
 from paceline_advisor.drill.context import DrillContext, SkippedError
 from paceline_advisor.drill.faults import Perform, all_faults
@@ -131,10 +131,8 @@ def drill(options: Drill, log: Log) -> DrillReport:
         if not options.keep:
             stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         context = DrillContext(
-            recipe=options.recipe,
+            **picked(options, "recipe", "processes", "steps"),
             overrides=(*options.overrides, *shortened(options)),
-            processes=options.processes,
-            steps=options.steps,
             every=max(2, options.steps // 10),
             scratch=scratch,
             limit_seconds=_FIRST_LIMIT_SECONDS,
@@ -151,10 +149,7 @@ def drill(options: Drill, log: Log) -> DrillReport:
             )
         chosen = {name: fault for name, fault in faults.items() if not options.only or name in options.only}
         return DrillReport(
-            recipe=options.recipe,
-            overrides=context.overrides,
-            processes=options.processes,
-            steps=options.steps,
+            **picked(context, "recipe", "overrides", "processes", "steps"),
             weights_sha256=summary.weights_sha256 or "",
             trials=tuple(_try_all(context, chosen, log)),
             seconds=time.perf_counter() - start_time,
@@ -202,11 +197,7 @@ def _try_all(context: DrillContext, faults: Mapping[str, tuple[str, Perform]], l
             outcome = trial(
                 result="FAIL" if reasons else "pass",
                 reason="; ".join(reasons),
-                exit_code=faulted.exit_code,
-                message=faulted.message,
-                step=faulted.step,
-                steps_again=faulted.steps_again,
-                seconds_to_recover=faulted.seconds_to_recover,
+                **picked(faulted, "exit_code", "message", "step", "steps_again", "seconds_to_recover"),
                 lost=tuple(lost),
             )
         except SkippedError as skipped:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache
 from importlib import resources
 from operator import attrgetter
+from statistics import fmean
 from types import ModuleType
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from paceline.errors import PacelineError, did_you_mean
 from paceline.metrics import critical_batch
 from paceline.models import roofline
 from paceline.pages.shown import Shown
-from paceline_advisor import Json, frozen
+from paceline_advisor import Json, frozen, picked
 from paceline_advisor.commands import Formulas
 
 _SOURCE = "Source:"
@@ -70,14 +71,7 @@ class Formula:
 
     def describe(self) -> Json:
         """Return everything but the function, as JSON values."""
-        return {
-            "formula": self.name,
-            "topic": self.topic,
-            "summary": self.summary,
-            "source": self.source,
-            "needs": self.needs,
-            "defaults": self.defaults,
-        }
+        return {"formula": self.name, **picked(self, "topic", "summary", "source", "needs", "defaults")}
 
     def compute(self, typed: Sequence[str]) -> tuple[Json, Any]:
         """Return the arguments used and the value.
@@ -208,8 +202,8 @@ def modules() -> list[ModuleType]:
 
 @cache
 def published() -> tuple[Formula, ...]:
-    """Return the formulas of the tables. A value may use the functions of ``math`` and all other formulas."""
-    words = {"Literal": Literal, "Sequence": Sequence}
+    """Return the formulas of the tables. A value may use ``math``, ``fmean`` and all other formulas."""
+    words = {"Literal": Literal, "Sequence": Sequence, "fmean": fmean}
     space = {**vars(math), **words, **{name: each for m in modules() for name, each in vars(m).items()}}
     found, topic = [], ""
     text = resources.files(paceline_advisor.formulas).joinpath("published.md").read_text(encoding="utf-8")

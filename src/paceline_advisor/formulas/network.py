@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline_advisor.memory.allocator import rounded
-
 # Thread-block tiles of cuBLAS, the most efficient first, as listed in the guide.
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
 
@@ -215,15 +213,6 @@ def training_state_bytes(parameters: float, states: int, bytes_per_element: floa
         Kingma and Ba, Adam, arXiv:1412.6980, algorithm 1, for the two moments; counting for the rest.
     """
     return parameters * bytes_per_element * (2 + states + ema)
-
-
-def allocated_bytes(tensor_bytes: Sequence[float]) -> int:
-    """Bytes that PyTorch's CUDA allocator counts for tensors of these sizes: each rounded up to a multiple of 512.
-
-    Source:
-        PyTorch, c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize).
-    """
-    return sum(rounded(math.ceil(each)) for each in tensor_bytes)
 
 
 def keskar_sharpness(largest_loss: float, loss: float) -> float:

@@ -369,6 +369,11 @@ class StepPrediction:
         return self.samples / self.seconds
 
     @property
+    def ends(self) -> tuple[float, float]:
+        """Samples per second at the two ends of the range, the lower one first."""
+        return self.samples / self.high_seconds, self.samples / self.low_seconds
+
+    @property
     def efficiency(self) -> float:
         """Rate relative to that many single devices."""
         return self.rate / (self.single_rate * self.devices)

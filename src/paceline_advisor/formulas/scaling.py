@@ -1,4 +1,4 @@
-"""Benefit and cost of more devices: speed-up, communication, hours, price, learning rates; checks of published tables.
+"""Time of collectives among more devices.
 
 All times of collectives follow the alpha-beta model: a message of n bytes takes ``latency_seconds + n /
 bytes_per_second``, and every device sends and receives at the same time. ``devices`` is p below, ``message_bytes`` n.
@@ -7,7 +7,7 @@ bytes_per_second``, and every device sends and receives at the same time. ``devi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -141,52 +141,3 @@ class Fabric:
 
 def _gather_seconds(message_bytes: float, devices: int, link: Link) -> float:
     return all_gather_seconds(message_bytes, devices, link.bytes_per_second, link.latency_seconds)
-
-
-TOLERANCE = 0.05
-
-
-IMAGENET_TRAIN, IMAGENET_VALIDATION = 1_281_167, 50_000
-
-
-def progressive_resizing_minutes(
-    first_seconds: float,
-    epoch_seconds: Sequence[float],
-    epochs: Sequence[float],
-    switch_seconds: float,
-    final_seconds: float,
-) -> float:
-    """Minutes of a training run with progressive resizing: epochs with growing images.
-
-    Args:
-        first_seconds: Seconds of the first epoch, which is slower: it reads the data and selects kernels.
-        epoch_seconds: Seconds of an epoch at each image size.
-        epochs: Number of epochs at each image size, without the first epoch.
-        switch_seconds: Seconds of a change of size.
-        final_seconds: Seconds of the last evaluation.
-
-    Raises:
-        ValueError: If ``epoch_seconds`` and ``epochs`` differ in length.
-
-    Source:
-        libffcv/ffcv-imagenet, README.md and assets/agg.csv (ResNet-50, 88 epochs: 77.2 minutes).
-    """
-    if len(epoch_seconds) != len(epochs):
-        raise ValueError(f"epoch_seconds has {len(epoch_seconds)} values and epochs {len(epochs)}; give one per size")
-    within = sum(count * each for count, each in zip(epochs, epoch_seconds, strict=True))
-    return (first_seconds + within + switch_seconds * (len(epochs) - 1) + final_seconds) / 60
-
-
-def olympic_mean(values: Sequence[float], dropped: int = 1) -> float:
-    """Mean without the ``dropped`` smallest and the ``dropped`` largest values, in the unit of the values.
-
-    Raises:
-        ValueError: If no value remains.
-
-    Source:
-        MLCommons, training_policies, training_rules.adoc, "Benchmark results".
-    """
-    kept = sorted(values)[dropped : len(values) - dropped]
-    if not kept:
-        raise ValueError(f"{len(values)} values: none remains without the {dropped} smallest and {dropped} largest")
-    return sum(kept) / len(kept)

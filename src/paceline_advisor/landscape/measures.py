@@ -287,17 +287,13 @@ def climb(
         half = epsilon * (torch.linalg.solve(basis.T @ basis, basis.T @ weights).abs() + 1)
     losses: list[float] = []
 
-    def loss_at(place: Numbers) -> tuple[float, Numbers]:
+    def descent(place: Numbers, scale: float = 1.0) -> tuple[float, Numbers]:
         step = half * torch.from_numpy(np.array(place)).to(weights)
         loss, gradient = subject.loss_and_gradient(weights + (step if basis is None else basis @ step), on)
         losses.append(loss)
         slopes = (half * (gradient if basis is None else basis.T @ gradient)).cpu().double().numpy()
         if not math.isfinite(loss) or not np.isfinite(slopes).all():
             raise FloatingPointError("a non-finite loss")
-        return loss, slopes
-
-    def descent(place: Numbers, scale: float) -> tuple[float, Numbers]:
-        loss, slopes = loss_at(place)
         return -loss / scale, -slopes / scale
 
     dimensions = half.numel()
@@ -308,16 +304,17 @@ def climb(
         done = minimize(
             descent,
             begin,
-            args=(float(np.abs(loss_at(begin)[1]).max()) or 1.0,),
+            args=(float(np.abs(descent(begin)[1]).max()) or 1.0,),
             jac=True,
             method="L-BFGS-B",
             bounds=Bounds(-np.ones(dimensions), np.ones(dimensions)),
             # It stops after its iterations, or when the loss no longer rises: the scale of a loss is arbitrary.
             options={"maxiter": iterations, "maxfun": 20 * (iterations + 1), "ftol": 0.0, "gtol": 0.0},
         )
+        most, iterations = max(losses), int(done.nit)
     except FloatingPointError:
-        return Ascent(start=start, largest_loss=math.inf, iterations=0, gradients=len(losses))
-    return Ascent(start=start, largest_loss=max(losses), iterations=int(done.nit), gradients=len(losses))
+        most, iterations = math.inf, 0
+    return Ascent(start=start, largest_loss=most, iterations=iterations, gradients=len(losses))
 
 
 def sharpness(loss: float, ascents: Sequence[Ascent], epsilon: float, subspace: int | None = None) -> Sharpness:

@@ -24,7 +24,7 @@ from paceline.pages.page import Block, Chart, Table, Text
 from paceline.pages.shown import Shown
 from paceline.plan.rates import lr_factor
 from paceline.trainer.process_settings import restore_torch_settings
-from paceline_advisor import Json, frozen
+from paceline_advisor import Json, frozen, picked
 from paceline_advisor.commands import Landscape
 from paceline_advisor.formulas.network import loss_barrier
 from paceline_advisor.landscape import measures
@@ -48,6 +48,7 @@ from paceline_advisor.landscape.measures import (
     normal_vector,
     positions,
 )
+from paceline_advisor.traces import trace
 
 _NORMS = {
     "recomputed": "BatchNorm normalises each batch by its own statistics, as in training",
@@ -252,15 +253,14 @@ def _of_run(run: RunLandscape, split: str) -> Iterator[Block | str]:
         yield _contour(run.surface, "Loss around the weights", axes)
         yield _surface_chart(run.surface, "Loss around the weights, rotatable", axes)
     if way is not None:
-        points = {
-            "mode": "lines+markers",
-            "name": "checkpoints",
-            "x": [x for x, _ in way.coordinates],
-            "y": [y for _, y in way.coordinates],
-            "text": [f"step {step}" for step in way.steps],
-            "line": {"color": "var(--series-2)", "dash": "solid"},
-            "showlegend": False,
-        }
+        points = trace(
+            "lines+markers",
+            "checkpoints",
+            way.coordinates,
+            text=[f"step {step}" for step in way.steps],
+            line={"color": "var(--series-2)", "dash": "solid"},
+            showlegend=False,
+        )
         axes = (f"first component ({first} of the way)", f"second component ({second})")
         yield _contour(way.surface, f"The run's path, steps {way.steps[0]} to {way.steps[-1]}", axes, points)
 
@@ -274,7 +274,7 @@ def _curve_charts(curves: Mapping[str, Curve], where: str) -> Iterator[Chart]:
         yield Chart(
             title=f"{titled} {where}",
             traces=[
-                {"mode": "lines+markers", "name": on, "x": curve.positions, "y": curve.values[name]}
+                trace("lines+markers", on, zip(curve.positions, curve.values[name], strict=True))
                 for on, curve in curves.items()
             ],
             layout={"xaxis": {"title": "position"}, "yaxis": {"title": titled}},
@@ -283,37 +283,37 @@ def _curve_charts(curves: Mapping[str, Curve], where: str) -> Iterator[Chart]:
 
 
 def _contour(surface: Surface, title: str, axes: tuple[str, str], *over: Mapping[str, Any]) -> Chart:
-    values, name = _height(surface)
-    trace = {"type": "contour", "name": name, "x": surface.x, "y": surface.y, "z": values, "ncontours": 24}
+    heights, name = _heights(surface)
+    contour = {"type": "contour", "name": name, **heights, "ncontours": 24, "colorbar": {"title": {"text": name}}}
     return Chart(
         title=title,
-        traces=[{**trace, "colorscale": "Viridis", "colorbar": {"title": {"text": name}}}, *over],
+        traces=[contour, *over],
         layout={"height": 460, "xaxis": {"title": axes[0]}, "yaxis": {"title": axes[1]}},
         description=f"Lines of equal {name} on a plane through the weights, which are at (0, 0).",
     )
 
 
 def _surface_chart(surface: Surface, title: str, axes: tuple[str, str]) -> Chart:
-    values, name = _height(surface)
-    trace = {"type": "surface", "x": surface.x, "y": surface.y, "z": values, "colorscale": "Viridis"}
+    heights, name = _heights(surface)
     eye = {"eye": {"x": 1.6, "y": 1.6, "z": 1.0}, "center": {"x": 0, "y": 0, "z": -0.15}}
     scene = {"xaxis": {"title": axes[0]}, "yaxis": {"title": axes[1]}, "zaxis": {"title": name}, "camera": eye}
     return Chart(
         title=title,
-        traces=[{**trace, "showscale": False}],
+        traces=[{"type": "surface", **heights, "showscale": False}],
         layout={"height": 460, "scene": scene},
         description=f"The same {name} as a surface.",
     )
 
 
-def _height(surface: Surface) -> tuple[Sequence[Sequence[float | None]], str]:
-    """Return the loss, or its logarithm if the range is too large, and its name; None where it is not finite."""
+def _heights(surface: Surface) -> tuple[Json, str]:
+    """Return the loss for Plotly, or its logarithm if the range is too large, and its name."""
     name, rows = next(iter(surface.values.items()))
     losses = np.array(rows)
     finite = losses[np.isfinite(losses)]
     if finite.size and finite.min() > 0 and finite.max() > _WIDE * finite.min():
         losses, name = np.log10(losses, where=np.isfinite(losses), out=losses), f"log10 of the {name}"
-    return [[each if math.isfinite(each) else None for each in row] for row in losses.tolist()], name
+    values = [[each if math.isfinite(each) else None for each in row] for row in losses.tolist()]
+    return {**picked(surface, "x", "y"), "z": values, "colorscale": "Viridis"}, name
 
 
 # Half the distance beyond each of the two networks, as in Goodfellow et al.
@@ -444,17 +444,17 @@ def _trajectory(run: OpenedRun, weights: Tensor, request: Landscape, notes: list
         raise
     ranges = [(min(values), max(values)) for values in zip(*plane.coordinates, strict=True)]
     widest = max(last - first for first, last in ranges)
-    margins = [_MARGIN * (last - first or widest) for first, last in ranges]
-    x, y = (
-        positions(first - margin, last + margin, request.grid)
-        for (first, last), margin in zip(ranges, margins, strict=True)
-    )
+
+    def around(first: float, last: float) -> tuple[float, ...]:
+        margin = _MARGIN * (last - first or widest)
+        return positions(first - margin, last + margin, request.grid)
+
+    x, y = (around(*each) for each in ranges)
     job = measures.surface(x, y, along_axes(run.subject, weights, plane.axes, request.split))
 
     def assemble(found: list[Any]) -> Trajectory:
-        return Trajectory(
-            steps=tuple(steps), coordinates=plane.coordinates, explained=plane.explained, surface=job.assemble(found)
-        )
+        on_plane = picked(plane, "coordinates", "explained")
+        return Trajectory(steps=tuple(steps), surface=job.assemble(found), **on_plane)
 
     return DividedWork(job.parts, assemble)
 

@@ -21,7 +21,7 @@ from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep
-from paceline_advisor import Json, as_json, frozen
+from paceline_advisor import Json, as_json, frozen, picked
 from paceline_advisor.apply import with_values
 from paceline_advisor.commands import Estimate
 from paceline_advisor.memory.allocations import unknown_kernels
@@ -241,31 +241,18 @@ class MemoryEstimate:
         """Return the estimate as one JSON object."""
         plan = self.plan
         document = {
-            "recipe": self.recipe,
-            "device": self.device,
+            **picked(self, "recipe", "device", "fits", "peak", "allocator", "sizes", "micro_size", "verified"),
+            **picked(self, "devices", "savings", "verdict", "notices", "seconds"),
+            **picked(plan, "strategy", "precision", "accumulation_steps"),
             "memory_bytes": self.memory,
             "processes": plan.world_size,
-            "strategy": plan.strategy,
-            "precision": plan.precision,
             "micro_batch": plan.micro_batch_size,
-            "accumulation_steps": plan.accumulation_steps,
             "needed_bytes": self.needed,
             "least_bytes": self.least,
             "left_bytes": self.left,
-            "fits": self.fits,
             "outside_bytes": self.outside,
-            "peak": self.peak,
-            "evaluation_batch": self.plan.evaluation_batch_size if EVALUATION in self.peak.parts else None,
-            "allocator": self.allocator,
-            "sizes": self.sizes,
+            "evaluation_batch": plan.evaluation_batch_size if EVALUATION in self.peak.parts else None,
             "largest_micro_batch": self.largest,
-            "micro_size": self.micro_size,
-            "verified": self.verified,
-            "devices": self.devices,
-            "savings": self.savings,
-            "verdict": self.verdict,
-            "notices": self.notices,
-            "seconds": self.seconds,
         }
         return dict(as_json(document))
 
@@ -440,9 +427,7 @@ def estimate_memory(
             outside=job.outside,
             peak=job.peak(current),
             allocator=allocator,
-            needed=here.needed,
-            least=here.least,
-            fits=here.fits,
+            **picked(here, "needed", "least", "fits"),
             sizes=tuple(at(each) for each in sizes if each <= max(current, job.most)),
             largest=largest,
             micro_size=job.divisor(largest) if largest else None,

@@ -31,7 +31,7 @@ from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.clock import peak_private_of
 from paceline.trainer.fake_batch import with_placeholder_data
-from paceline_advisor import Json, frozen
+from paceline_advisor import Json, frozen, picked
 from paceline_advisor.apply import QUIET, with_values, write_new
 from paceline_advisor.commands import FindBatch
 from paceline_advisor.launches import CommandProcess, check_alone, said
@@ -263,13 +263,10 @@ class FoundBatch:
         """Return the result as one JSON object."""
         return {
             "recipe": self.name,
-            "processes": self.processes,
-            "device": self.device,
+            **picked(self, "processes", "device", "micro_size", "accumulation_steps"),
             "memory_bytes": self.memory,
             "largest_micro_batch": self.largest,
             "refused_micro_batch": self.refused,
-            "micro_size": self.micro_size,
-            "accumulation_steps": self.accumulation_steps,
             "global_size": self.recipe.batch.global_size,
             "learning_rate": self.recipe.optimizer.lr,
             "measured_peak_bytes": self.measured,

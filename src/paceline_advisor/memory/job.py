@@ -21,7 +21,7 @@ from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
 from paceline.trainer.network import count_parameters
 from paceline.trainer.subject import Subject
-from paceline_advisor import Json, frozen
+from paceline_advisor import Json, frozen, picked
 from paceline_advisor.memory.allocations import ROOM, Allocation
 from paceline_advisor.memory.allocator import (
     INTERVALS,
@@ -90,10 +90,7 @@ class Peak:
         return {
             "allocated_bytes": self.allocated,
             "reserved_bytes": self.reserved,
-            "causes": self.causes,
-            "phase": self.phase,
-            "layer": self.layer,
-            "operation": self.operation,
+            **picked(self, "causes", "phase", "layer", "operation"),
             "largest_layers": [{"layer": layer, "activation_bytes": size} for layer, size in self.largest],
             "allocated_bytes_by_part": self.parts,
         }

@@ -20,7 +20,7 @@ from paceline.data.batch import Batch, tensors_in
 from paceline.errors import ModelError
 from paceline.trainer.fake_step import FakeStep
 from paceline_advisor import frozen
-from paceline_advisor.memory.allocations import Allocation, AllocationTrace, KernelMemory, cpu_workspace, gpu_workspace
+from paceline_advisor.memory.allocations import Allocation, AllocationTrace, cpu_workspace, gpu_workspace
 
 Scored = Callable[[AllocationTrace], None]
 """Appends an evaluation's storages to the trace of any step of the same run."""
@@ -107,8 +107,7 @@ def trace_step(step: FakeStep, scored: Scored | None = None) -> StepTrace:
     step.optimizer.state.clear()
     trained = [each for each in step.network.parameters() if each.requires_grad]
     reallocated = {}
-    with AllocationTrace(lambda: (step.phase, step.layer), _inside(step)) as trace:
-        _hold_networks(step, trace)
+    with _tracing(step) as trace:
         trace.hold(tensors_in(step.batch.inputs, step.batch.targets), "batch")
         cuts = [len(trace.events)]
         step.backward(step.forward())
@@ -162,11 +161,16 @@ def trace_step(step: FakeStep, scored: Scored | None = None) -> StepTrace:
     )
 
 
-def _hold_networks(step: FakeStep, trace: AllocationTrace) -> None:
-    trace.hold(step.network.parameters(), "weights")
-    trace.hold(step.network.buffers(), "buffers")
-    if step.ema is not None:
-        trace.hold(chain(step.ema.module.parameters(), step.ema.module.buffers()), "average")
+@contextlib.contextmanager
+def _tracing(step: FakeStep) -> Iterator[AllocationTrace]:
+    """Trace a fake run's operations, with its weights in memory."""
+    inside = cpu_workspace if step.plan.device == "cpu" else gpu_workspace
+    with AllocationTrace(lambda: (step.phase, step.layer), inside) as trace:
+        trace.hold(step.network.parameters(), "weights")
+        trace.hold(step.network.buffers(), "buffers")
+        if step.ema is not None:
+            trace.hold(chain(step.ema.module.parameters(), step.ema.module.buffers()), "average")
+        yield trace
 
 
 def evaluation_of(step: FakeStep) -> Scored:
@@ -178,8 +182,7 @@ def evaluation_of(step: FakeStep) -> Scored:
 
     def traced(samples: int) -> tuple[int, list[Allocation], list[int], int]:
         """Return the number of earlier storages, the new storages, their events, and their peak."""
-        with AllocationTrace(lambda: (step.phase, step.layer), _inside(step)) as trace:
-            _hold_networks(step, trace)
+        with _tracing(step) as trace:
             held = len(trace.allocations)
             step.evaluate(_calling(trace), samples)
         events = [event for event in trace.events if max(event, ~event) >= held]
@@ -204,10 +207,6 @@ def evaluation_of(step: FakeStep) -> Scored:
         trace.events += (event + behind if event >= 0 else event - behind for event in events)
 
     return append
-
-
-def _inside(step: FakeStep) -> KernelMemory:
-    return cpu_workspace if step.plan.device == "cpu" else gpu_workspace
 
 
 def _calling(trace: AllocationTrace) -> Callable[[Batch], None]:

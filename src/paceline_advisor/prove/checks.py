@@ -13,6 +13,7 @@ from paceline.plan.rates import LearningRate
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events
 from paceline.records.run_directory import RunDirectory
+from paceline_advisor import named
 from paceline_advisor.prove.evidence import (
     Difference,
     Dropout,
@@ -23,7 +24,7 @@ from paceline_advisor.prove.evidence import (
     joined,
     parts_of,
 )
-from paceline_advisor.prove.recorder import Check, ObservedRun, named, nan_as_infinite, same_content
+from paceline_advisor.prove.recorder import Check, ObservedRun, nan_as_infinite, same_content
 from paceline_advisor.prove.runs import FULL_STEPS, STEPS, STEPS_PER_EPOCH, TAIL_STEP
 
 _MOST_TRIED = 8

@@ -77,11 +77,6 @@ def nan_as_infinite(difference: float) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def named(names: list[str], most: int = 4) -> str:
-    """List the first of some names."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 CONFIG_VARIABLE = "PACELINE_PROVE"
 
 

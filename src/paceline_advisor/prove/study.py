@@ -23,12 +23,12 @@ from paceline.pages.shown import Shown
 from paceline.plan import Plan
 from paceline.recipe.load import LoadedRecipe
 from paceline.trainer.subject import Subject
-from paceline_advisor import Json, frozen
+from paceline_advisor import Json, frozen, named, picked
 from paceline_advisor.commands import Prove
 from paceline_advisor.launches import check_alone
 from paceline_advisor.prove.checks import CHECKS
 from paceline_advisor.prove.evidence import Evidence, NumericsProbe, PlainLoop, probe_numerics
-from paceline_advisor.prove.recorder import Check, ObservedRun, named
+from paceline_advisor.prove.recorder import Check, ObservedRun
 from paceline_advisor.prove.runs import STEPS, Runner, Sizes, portable, shortened, unproved_settings, unused
 
 _MOST_SCORED = 500
@@ -135,15 +135,10 @@ def prove(options: Prove, log: Log) -> ProveReport:
         runner = replace(runner, double=probe.double)
         checks = _judge(runner, probe, plans, log)
     return ProveReport(
-        recipe=options.recipe,
-        overrides=options.overrides,
-        processes=options.processes,
+        **picked(options, "recipe", "overrides", "processes"),
         numbers=probe.numbers,
         steps=STEPS,
-        global_batch=sizes.global_batch,
-        micro_batches=sizes.micro_batches,
-        samples=sizes.samples,
-        evaluation_samples=sizes.evaluation_samples,
+        **picked(sizes, "global_batch", "micro_batches", "samples", "evaluation_samples"),
         seconds=time.perf_counter() - start_time,
         checks=checks,
     )

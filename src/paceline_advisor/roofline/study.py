@@ -25,10 +25,11 @@ from paceline.parsing.files import remember
 from paceline.parsing.plain_text import load_json
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
-from paceline_advisor import Json, as_json, frozen
+from paceline_advisor import Json, as_json, frozen, picked
 from paceline_advisor.apply import with_values
 from paceline_advisor.commands import Roofline
 from paceline_advisor.formulas.network import Tiling, aligned_sizes, alignment_bytes_multiple, best_tiling, better_sizes
+from paceline_advisor.traces import trace
 
 _OF_LAYERS = ("forward", "dgrad", "wgrad", "recompute")
 
@@ -64,6 +65,11 @@ class LayerBound:
     seconds: float
     share: float
     operators: tuple[str, ...]
+
+    @property
+    def rate(self) -> float:
+        """TFLOP per second at the bound."""
+        return self.flops / self.seconds / 1e12
 
 
 def layer_bounds(found: StepWork, kinds: dict[str, str], ceilings: Ceilings) -> tuple[LayerBound, ...]:
@@ -221,6 +227,7 @@ class LowIntensity:
 
 
 _LAYER_COLUMNS = ("layer", "kind", "phase", "GFLOP", "MB", "FLOP/byte", "ridge", "bound", "least ms", "share")
+_HOVER = "%{customdata[0]}: %{x:.3g} FLOP/byte, %{customdata[1]:.1%} of the step<extra></extra>"
 _PRODUCT_COLUMNS = ("layer", "phase", "m × n × k", "tile", "tiles", "waves", "wasted", "better n", "lost ms")
 
 
@@ -396,21 +403,18 @@ class RooflineReport:
         roof = [min(reached) / 2, self.ridge, max(reached) * 2]
         limits = [min(self.peak, each * self.device.bytes_per_second) / 1e12 for each in roof]
         line = {"color": "var(--muted)", "width": 1.5}
-        traces: list[Json] = [{"mode": "lines", "name": "roof", "x": roof, "y": limits, "line": line}]
+        traces = [trace("lines", "roof", zip(roof, limits, strict=True), line=line)]
         for phase in dict.fromkeys(each.phase for each in layers):
             of_phase = [each for each in layers if each.phase == phase]
             traces.append(
-                {
-                    "mode": "markers",
-                    "name": phase,
-                    "x": [each.intensity for each in of_phase],
-                    "y": [each.flops / each.seconds / 1e12 for each in of_phase],
-                    "customdata": [[each.layer or f"({each.phase})", each.share] for each in of_phase],
-                    "hovertemplate": (
-                        "%{customdata[0]}: %{x:.3g} FLOP/byte, %{customdata[1]:.1%} of the step<extra></extra>"
-                    ),
-                    "marker": {"size": [6 + 30 * each.share**0.5 for each in of_phase], "opacity": 0.7},
-                }
+                trace(
+                    "markers",
+                    phase,
+                    [(each.intensity, each.rate) for each in of_phase],
+                    customdata=[[each.layer or f"({phase})", each.share] for each in of_phase],
+                    hovertemplate=_HOVER,
+                    marker={"size": [6 + 30 * each.share**0.5 for each in of_phase], "opacity": 0.7},
+                )
             )
         return Chart(
             title="Layers under the roof",
@@ -427,9 +431,8 @@ class RooflineReport:
             table=Table(
                 columns=("layer", "phase", "FLOP/byte", "TFLOP/s at most", "share"),
                 rows=[
-                    (each.layer, each.phase, f"{each.intensity:.3g}", f"{rate:.3g}", f"{each.share:.1%}")
+                    (each.layer, each.phase, f"{each.intensity:.3g}", f"{each.rate:.3g}", f"{each.share:.1%}")
                     for each in sorted(layers, key=lambda each: -each.share)
-                    for rate in [each.flops / each.seconds / 1e12]
                 ],
                 caption="Figures of this chart",
                 folded=True,
@@ -440,36 +443,21 @@ class RooflineReport:
         """Return the result as JSON values."""
         device = self.device
         document = {
-            "recipe": self.recipe,
-            "model": self.model,
+            **picked(self, "recipe", "model", "precision", "least_seconds", "products_seconds", "arithmetic_seconds"),
             "device": {
-                "name": device.name,
-                "title": device.title,
+                **picked(device, "name", "title", "bytes_per_second", "multiprocessors", "source"),
                 "peak_flops_per_second": self.peak or None,
-                "bytes_per_second": device.bytes_per_second,
                 "ridge_flop_per_byte": self.ridge,
-                "multiprocessors": device.multiprocessors,
-                "source": device.source,
             },
-            "precision": self.precision,
             "micro_batch_size": self.micro_batch,
             "micro_batches_per_step": self.micro_batches,
             "flops": self.found.flops(),
-            "model_flops": self.found.model_flops,
             "model_flops_per_sample": self.found.model_flops / self.micro_batch,
             "bytes": self.found.bytes_moved,
-            "least_seconds": self.least_seconds,
-            "products_seconds": self.products_seconds,
-            "arithmetic_seconds": self.arithmetic_seconds,
             "most_samples_per_second": self.micro_batch / self.least_seconds,
-            "best_mfu": self.best_mfu,
-            "best_fused_mfu": self.best_fused_mfu,
             "phases": self.phases(),
-            "layers": self.layers,
-            "shapes": self.shapes,
-            "low_intensity": self.low_intensity,
-            "uncounted": self.found.uncounted,
-            "notices": self.notices,
+            **picked(self.found, "model_flops", "uncounted"),
+            **picked(self, "best_mfu", "best_fused_mfu", "layers", "shapes", "low_intensity", "notices"),
         }
         return dict(as_json(document))
 

@@ -6,7 +6,7 @@ computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import field
 from itertools import chain
 from pathlib import Path
@@ -18,22 +18,20 @@ from torch import nn
 from paceline.distributed.sharding import modules_to_shard
 from paceline.errors import DataError
 from paceline.host.world import World
-from paceline.models.build import build_model
 from paceline.models.flops import StepWork, WorkCounter, tensors_in
 from paceline.models.transfer import adapt
 from paceline.plan import ParameterNumbers
 from paceline.recipe.schema import Recipe
-from paceline.tasks.task import Task, build_task
+from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
 from paceline.trainer.network import count_parameters
 from paceline.trainer.subject import Subject
 from paceline_advisor import frozen
+from paceline_advisor.apply import with_values
 from paceline_advisor.formulas.parallel_step import Gradient, Launches, Network, Unit
 from paceline_advisor.scaling.room import Share, of_one_process
 
-# The task assumed for a folder of images that is missing: ImageNet-1k (Russakovsky et al. 2015).
-_IMAGENET = {"classes": 1000, "samples": 1_281_167, "channels": 3, "image_size": 224}
 _FP32_BYTES = 4
 _SENT_BYTES = {"none": 4, "bf16": 2, "fp16": 2}
 _TRIED = 2  # samples: BatchNorm needs more than one
@@ -82,18 +80,14 @@ def describe(recipe: Recipe, samples: int | None = None) -> ScaledRun:
         PacelineError: If it cannot be built.
     """
     # Loading weights does not change any shape.
-    plain = recipe.without_initial_weights()
-    task, assumed = build_task(plain), None
-    if not task.has_known_shapes:  # an image task's shapes are in its plan
-        plain, assumed = with_placeholder_data(plain)
-        task = build_task(plain)
-    facts, build, notices = _opened(plain, task)
-    notices = [*([assumed] if assumed else []), *notices]
+    opened, assumed = _opened(recipe.without_initial_weights())
+    plain, task, data = opened.recipe, opened.task, opened.data
+    notices = [assumed] if assumed else []
     with torch.device("meta"):
-        network = build()
+        network = task.build_model()
         adapt(network, plain.model)
     network.train()
-    found = _counted(network, facts) or _counted_as_the_task_does(plain)
+    found = _counted(network, data.description) or _counted_as_the_task_does(plain)
     costs = _costs(network, found)
     if found is None:
         notices.append("the network could not be called without its data: layers are weighted by their parameters")
@@ -104,36 +98,38 @@ def describe(recipe: Recipe, samples: int | None = None) -> ScaledRun:
             units=_units(network, costs, plain),
         ),
         numbers=count_parameters(network),
-        samples=facts["samples"] if samples is None else samples,
+        samples=data.train_samples if samples is None else samples,
         work=found,
         work_samples=_TRIED,
         launches=Launches(
             eager=sum(each.calls for each in moving), products=sum(each.calls for each in moving if each.flops)
         ),
-        decodes=bool(facts["decodes"]),
+        decodes="data.decoder" in data.reasons or (bool(assumed) and task.has_known_shapes),
         unsharded=task.why_not_sharded,
         notices=tuple(notices),
     )
 
 
-def _opened(recipe: Recipe, task: Task) -> tuple[dict[str, Any], Callable[[], nn.Module], list[str]]:
-    path = recipe.data.path
+def _opened(recipe: Recipe) -> tuple[Subject, str]:
+    """Open the task and its data; where that is missing, typical data, and a sentence that says so.
+
+    Raises:
+        DataError: If data that is there cannot be opened.
+    """
+    assumed, path = None, recipe.data.path
+    has_known_shapes = build_task(recipe).has_known_shapes
+    if not has_known_shapes:  # an image task's shapes are in its plan
+        recipe, assumed = with_placeholder_data(recipe)
     try:
-        found = Subject.open(recipe, World(), "task", task=task).data
+        return Subject.open(recipe, World(), "task"), assumed or ""
     except DataError:
-        if not task.has_known_shapes or (path is not None and Path(path).exists()):
+        if not has_known_shapes or (path is not None and Path(path).exists()):
             raise
-        facts = dict(_IMAGENET, image_size=recipe.data.image_size if recipe.data.image_size != "auto" else 224)
-        where = "data.path is not given" if path is None else f"data.path={path} is not here"
-        notices = [f"{where}: ImageNet-1k is assumed, {facts['samples']:,} images of {facts['classes']:,} classes"]
-
-        def build() -> nn.Module:
-            return build_model(recipe.model, num_classes=facts["classes"], in_channels=facts["channels"])
-
-        return {**facts, "decodes": True}, build, notices
-    kept = {key: found.description.get(key) for key in ("classes", "channels", "image_size", "backend")}
-    decodes = "data.decoder" in found.reasons
-    return {**kept, "samples": found.train_samples, "decodes": decodes}, task.build_model, []
+    recipe, assumed = with_placeholder_data(with_values(recipe, {"data.path": None}))
+    opened = Subject.open(recipe, World(), "task")
+    where = "data.path is not given" if path is None else f"data.path={path} is not here"
+    kind = (assumed or "").partition(": ")[2]
+    return opened, f"{where}: {kind}; {opened.data.train_samples:,} samples are an epoch"
 
 
 def _counted(network: nn.Module, facts: Mapping[str, Any]) -> StepWork | None:

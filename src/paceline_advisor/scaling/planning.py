@@ -15,7 +15,7 @@ from paceline.plan.batching import usable_processes
 from paceline.plan.rates import lr_factor
 from paceline.plan.strategy import choose_automatically
 from paceline.recipe.schema import Recipe
-from paceline_advisor import Json, as_json, frozen
+from paceline_advisor import Json, as_json, frozen, picked
 from paceline_advisor.commands import PlanTraining
 from paceline_advisor.scaling.room import Room, cluster_of, rooms
 from paceline_advisor.scaling.study import MOST_HERE, ScaleReport, Scaling, ScalingRow, shown_hours
@@ -98,19 +98,18 @@ class Choice:
 
     def to_json(self) -> Json:
         """Return the choice as JSON values."""
-        room = self.room
+        room, found = self.room, self.row.prediction
         return {
             **self.row.to_json(),
             "strategy_reason": self.reason,
-            "micro_batch": self.row.prediction.samples // (self.row.prediction.devices * self.row.passes),
-            "fits": None if room is None else room.fits,
-            "needed_bytes": None if room is None else room.needed,
-            "memory_bytes": None if room is None else room.memory,
-            "memory_reason": "" if room is None else room.why,
-            "learning_rate": self.learning_rate,
+            "micro_batch": found.samples // (found.devices * self.row.passes),
+            "fits": room and room.fits,
+            "needed_bytes": room and room.needed,
+            "memory_bytes": room and room.memory,
+            "memory_reason": room.why if room else "",
+            **picked(self, "learning_rate", "warning"),
             "hours_at_worst": self.high_hours,
             "cost_at_worst": self.high_cost,
-            "warning": self.warning,
         }
 
 
@@ -141,18 +140,11 @@ class TrainingPlan:
     def to_json(self) -> Json:
         """Return the plan as JSON values."""
         document = {
-            "chosen": self.chosen,
-            "nearest": self.nearest,
-            "why": self.why,
-            "faster": self.faster,
-            "choices": self.choices,
+            **picked(self, "chosen", "nearest", "why", "faster", "choices"),
             "recipe_global_batch": self.recipe_batch,
             "recipe_learning_rate": self.recipe_lr,
-            "basis": self.report.basis,
-            "is_bound": self.report.is_bound,
+            **picked(self.report, "basis", "is_bound", "price_per_gpu_hour", "notices"),
             "cluster": self.report.cluster.name,
-            "price_per_gpu_hour": self.report.price_per_gpu_hour,
-            "notices": self.report.notices,
         }
         return dict(as_json(document))
 
@@ -274,7 +266,7 @@ def _sizes(recipe: Recipe, options: PlanTraining) -> tuple[int, ...]:
     if cluster.shares_cores and options.cluster is None:  # the link between the processes is measured
         available = min(available, MOST_HERE)
     most = min(options.most_gpus, available)
-    sizes = [2**power for power in range(int(math.log2(most)) + 1)]
+    sizes = [2**power for power in range(most.bit_length())]
     if options.batch_per_gpu is None:
         usable = set(usable_processes(recipe, 1, most))
         sizes = [size for size in sizes if size in usable]

@@ -19,7 +19,7 @@ from paceline.plan.compute import WITH_GRAPHS
 from paceline.plugins.registry import load
 from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.schema import Recipe
-from paceline_advisor import Json, as_json, frozen
+from paceline_advisor import Json, as_json, frozen, picked
 from paceline_advisor.apply import with_values
 from paceline_advisor.clusters import Cluster, Link
 from paceline_advisor.commands import Scale
@@ -47,6 +47,7 @@ from paceline_advisor.scaling.room import (
     probe,
     shares_of,
 )
+from paceline_advisor.traces import error_bars, trace
 
 
 @frozen
@@ -87,6 +88,7 @@ _HOUR = 3600
 
 MOST_HERE = 16
 _ROUNDS = 5
+_COLUMNS = ("strategy", "batch", "passes", "samples/s", "range", "efficiency", "hours", "cost", "limited by")
 
 
 @frozen
@@ -121,23 +123,23 @@ class ScalingRow:
     def to_json(self) -> Json:
         """Return the row as JSON values."""
         found = self.prediction
+        low, high = found.ends
         return {
             "devices": found.devices,
             "strategy": self.strategy,
             "global_batch": self.batch,
             "accumulation_steps": self.passes,
             "samples_per_second": found.rate,
-            "samples_per_second_low": found.samples / found.high_seconds,
-            "samples_per_second_high": found.samples / found.low_seconds,
+            "samples_per_second_low": low,
+            "samples_per_second_high": high,
             "efficiency": found.efficiency,
             "step_seconds": found.seconds,
-            "parts_seconds": dict(found.parts),
+            "parts_seconds": found.parts,
             "limit": found.limit,
             "hours": self.hours,
             "paid_devices": self.paid,
-            "cost": self.cost,
+            **picked(self, "cost", "error"),
             "measured_samples_per_second": self.measured,
-            "error": self.error,
         }
 
 
@@ -174,25 +176,14 @@ class ScaleReport:
     def __paceline__(self) -> Shown:
         """Show each size and strategy with its rate, range, hours and cost."""
         measured = any(row.measured is not None for row in self.rows)
-        columns = [
-            *(
-                "processes" if self.cluster.shares_cores else "GPUs",
-                "strategy",
-                "batch",
-                "passes",
-                "samples/s",
-                "range",
-            ),
-            *("efficiency", "hours", "cost", "limited by"),
-            *(("measured", "error") if measured else ()),
-        ]
+        devices = "processes" if self.cluster.shares_cores else "GPUs"
+        columns = (devices, *_COLUMNS, *(("measured", "error") if measured else ()))
         rows = []
         for row in self.rows:
             found = row.prediction
-            low, high = found.samples / found.high_seconds, found.samples / found.low_seconds
             cells = [
                 *(found.devices, row.strategy, f"{row.batch:,}", row.passes, _shown_rate(found.rate)),
-                *(f"{_shown_rate(low)} – {_shown_rate(high)}", f"{found.efficiency:.1%}", shown_hours(row.hours)),
+                *(" – ".join(map(_shown_rate, found.ends)), f"{found.efficiency:.1%}", shown_hours(row.hours)),
                 *("" if row.cost is None else f"${row.cost:,.2f}", found.limit),
             ]
             if measured:
@@ -213,7 +204,7 @@ class ScaleReport:
                 Table(columns=columns, rows=rows, caption=""),
                 meaning,
             ],
-            on_page=[self._chart(columns[0])],
+            on_page=[self._chart(devices)],
         )
 
     def _chart(self, devices: str) -> Chart:
@@ -223,27 +214,23 @@ class ScaleReport:
         for strategy in shared or {"single": None}:
             rows = [row for row in self.rows if row.strategy in (strategy, "single")]
             found = [row.prediction for row in rows]
-            bars = {
-                "array": [each.samples / each.low_seconds - each.rate for each in found],
-                "arrayminus": [each.rate - each.samples / each.high_seconds for each in found],
-            }
-            sizes, rates = [each.devices for each in found], [each.rate for each in found]
-            traces.append({"mode": "lines+markers", "name": strategy, "x": sizes, "y": rates, "error_y": bars})
+            bars = error_bars((each.ends[0], each.rate, each.ends[1]) for each in found)
+            rates = [(each.devices, each.rate) for each in found]
+            traces.append(trace("lines+markers", strategy, rates, error_y=bars))
             if points := [(row.prediction.devices, row.measured.middle) for row in rows if row.measured]:
-                x, y = zip(*points, strict=True)
                 marker = {"symbol": "x", "size": 9}
-                traces.append({"mode": "markers", "name": f"{strategy}, measured", "x": x, "y": y, "marker": marker})
+                traces.append(trace("markers", f"{strategy}, measured", points, marker=marker))
         one, sizes = self.rows[0].prediction, sorted({row.prediction.devices for row in self.rows})
         line = {"color": "var(--muted)", "dash": "dot", "width": 1.5}
-        ideal = [one.rate / one.devices * each for each in sizes]
-        traces.append({"mode": "lines", "name": "linear", "x": sizes, "y": ideal, "line": line})
+        ideal = [(each, one.rate / one.devices * each) for each in sizes]
+        traces.append(trace("lines", "linear", ideal, line=line))
         ticks = {"tickmode": "array", "tickvals": sizes, "ticktext": [str(each) for each in sizes]}
         return Chart(
             title="Throughput",
             traces=traces,
             layout={
                 "xaxis": {"title": devices, "type": "log", **ticks},
-                "yaxis": log_axis("samples/s", [each for trace in traces for each in trace["y"]]),
+                "yaxis": log_axis("samples/s", [rate for each in traces for rate in each["y"]]),
             },
             description=f"Samples per second by the number of {devices}; bars show the range of the prediction.",
         )
@@ -355,13 +342,14 @@ class Scaling:
         if self.cluster.shares_cores and options.cluster is None:
             links = {size: probe(size) for size in options.sizes if size > 1}
         price = options.price_per_gpu_hour or self.cluster.price_per_device_hour
-        rows = []
-        for size, share in self.shares.items():
-            for strategy in self._strategies if size > 1 else self._strategies[:1]:
-                row = self._row(share, strategy, ones[size], links.get(size), price)
-                if size in together and strategy == measured_strategy:
-                    row = replace(row, measured=together[size])
-                rows.append(row)
+        rows = [
+            replace(
+                self._row(share, strategy, ones[size], links.get(size), price),
+                measured=together.get(size) if strategy == measured_strategy else None,
+            )
+            for size, share in self.shares.items()
+            for strategy in (self._strategies if size > 1 else self._strategies[:1])
+        ]
         if price is not None and any(row.paid > row.prediction.devices for row in rows):
             each = self.cluster.devices_per_node
             notices.append(f"costs are those of whole nodes of {each} GPUs; --shared-node prices only the GPUs used")

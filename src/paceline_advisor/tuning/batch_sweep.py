@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,15 +26,18 @@ from paceline.recipe.load import LoadedRecipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import write_text
 from paceline.trainer.subject import Subject
-from paceline_advisor import Json, as_json, frozen
-from paceline_advisor.apply import QUIET, with_values
+from paceline_advisor import Json, as_json, frozen, picked
+from paceline_advisor.apply import SILENT, with_values
 from paceline_advisor.bench.target import MetricTarget, TargetRun, one_run
 from paceline_advisor.commands import SweepBatch
 from paceline_advisor.formulas.batch_law import BatchLaw, SweepPoint, fit_batch_law, why_no_law
 from paceline_advisor.launches import check_can_watch
+from paceline_advisor.traces import trace
 
 RUNS_FILE = "runs.jsonl"
 Rule = Literal["constant", "linear", "sqrt", "tuned"]
+Key = tuple[int, float, int]
+"""Batch, learning rate and seed of a run."""
 # Factors on the rate by the square-root rule, which lies between the other two rules. They differ by two, so the best
 # rate within their range is at most a factor of 1.4 away.
 _TUNED = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -68,7 +71,7 @@ class SweepRun:
     trouble: str = ""
 
     @property
-    def key(self) -> tuple[int, float, int]:
+    def key(self) -> Key:
         """The settings that identify the run."""
         return self.batch, self.lr, self.seed
 
@@ -87,7 +90,12 @@ def sweep_batch(options: SweepBatch, log: Log = lambda _: None) -> Swept:
     if recipe.batch.growth:
         raise RecipeError("batch.growth changes the batch during a run, but a sweep compares fixed ones; leave it out.")
     target = MetricTarget.parse(options.to).of(recipe)
-    store = _RunStore(options, recipe, target)
+    # Settings that two sweeps must share so that one may use the other's runs.
+    settings = {"recipe": to_yaml(recipe), "processes": options.processes, "longest": str(options.longest)}
+    identity = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    header = {"sweep": identity, "target": f"{target.metric}={target.value:g}"}
+    path = None if options.output is None else options.output / RUNS_FILE
+    runs = _read_runs(path, header)
     base_rate = recipe.optimizer.lr * lr_factor(recipe, recipe.batch.global_size)
     planned = list(
         dict.fromkeys(
@@ -99,38 +107,36 @@ def sweep_batch(options: SweepBatch, log: Log = lambda _: None) -> Swept:
         )
     )
     _check_plans(options, recipe, planned)
-    missing = [each for each in planned if each not in store.runs]
+    missing = [each for each in planned if each not in runs]
     if len(missing) < len(planned):
         log(f"{len(planned) - len(missing)} of {len(planned)} runs are already done")
-    store.save()
+    _write_runs(path, header, runs)
     for number, key in enumerate(missing, start=1):
         batch, lr, seed = key
         run = one_run(target, _recipe_of(options, recipe, *key), processes=options.processes)
         # A failure of a later run does not discard the measured ones.
-        if run.trouble and not store.runs:
+        if run.trouble and not runs:
             raise TrainingError(f"the first run failed: {run.trouble}")
         found = SweepRun(
             batch=batch,
             lr=lr,
-            seed=seed,
-            reached=run.reached,
+            **picked(run, "seed", "reached", "trouble"),
             steps=steps_to(run, target),
             samples_per_step=min(float(batch), run.plan["train_samples"] / run.plan["steps_per_epoch"])
             if run.plan
             else float(batch),
             evaluations=len(run.evaluations),
             seconds=run.train_seconds,
-            trouble=run.trouble,
         )
-        store.runs[key] = found
-        store.save()
+        runs[key] = found
+        _write_runs(path, header, runs)
         outcome = f"{found.steps:.0f} steps to the target" if run.reached else f"target missed after {found.steps:.0f}"
         log(f"run {number} of {len(missing)}: batch {batch}, rate {lr:.3g}, seed {seed}: {run.trouble or outcome}")
-    runs = {key: store.runs[key] for key in planned}
-    return Swept(options=options, target=target, loaded=loaded, base_rate=base_rate, runs=runs)
+    kept = {key: runs[key] for key in planned}
+    return Swept(options=options, target=target, loaded=loaded, base_rate=base_rate, runs=kept)
 
 
-def _check_plans(options: SweepBatch, recipe: Recipe, planned: Sequence[tuple[int, float, int]]) -> None:
+def _check_plans(options: SweepBatch, recipe: Recipe, planned: Sequence[Key]) -> None:
     """Plan a run with each batch, so that an impossible batch is reported before the first run.
 
     Raises:
@@ -138,9 +144,9 @@ def _check_plans(options: SweepBatch, recipe: Recipe, planned: Sequence[tuple[in
     """
     world = World(world_size=options.processes, local_world_size=options.processes)
     machine = Subject.open(recipe, world, "device").machine
-    for batch, (lr, seed) in {batch: (lr, seed) for batch, lr, seed in planned}.items():
+    for batch, key in {key[0]: key for key in planned}.items():
         try:
-            trial_recipe = _recipe_of(options, recipe.without_initial_weights(), batch, lr, seed)
+            trial_recipe = _recipe_of(options, recipe.without_initial_weights(), *key)
             samples = Subject.open(trial_recipe, world, "plan", machine=machine).plan.train_samples
         except RecipeError as error:
             raise RecipeError(f"--batch-sizes: a run with {batch} is not possible: {error}") from error
@@ -157,13 +163,8 @@ def _recipe_of(options: SweepBatch, recipe: Recipe, batch: int, lr: float, seed:
         "optimizer.lr": lr,
         "optimizer.lr_scaling": "none",
         "optimizer.lr_reference_batch": None,
-        # A run that was stopped, to be resumed later, is not a result.
-        "train.until": None,
         "train.duration": options.longest or recipe.train.duration,
-        "checkpoint": QUIET["checkpoint"],
-        "telemetry.trackers": (),
-        "telemetry.noise_scale": None,
-        "telemetry.mlperf": False,
+        **SILENT,
     }
     return with_values(with_batch(recipe, batch, options.processes), values)
 
@@ -199,45 +200,35 @@ def steps_to(run: TargetRun, target: MetricTarget) -> float:
     return float(before["step"] + min(max(share, 0.0), 1.0) * (last["step"] - before["step"]))
 
 
-class _RunStore:
-    """Finished runs, stored on disk if an output folder is given.
+def _read_runs(path: Path | None, header: Json) -> dict[Key, SweepRun]:
+    """Return the finished runs of a sweep with this header; none without a file.
 
     Raises:
-        RunDirectoryError: If the folder contains another sweep.
+        RunDirectoryError: If the file is of another sweep.
     """
+    if path is None or not path.exists():
+        return {}
+    # The last line of a killed sweep may be incomplete.
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    try:
+        found, *rows = [load_json(line) for line in lines] or [header]
+        other_target = found.get("target")
+        runs = [SweepRun(**row) for row in rows]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RunDirectoryError(f"'{path}' was not written by sweep-batch ({error}); remove it.") from error
+    if found != header:
+        raise RunDirectoryError(
+            f"'{path}' holds the runs of another sweep (to {other_target}, or of an older version of the recipe); "
+            f"name another --output, or remove it."
+        )
+    # A failed run is retried: its cause may be gone.
+    return {run.key: run for run in runs if not run.trouble}
 
-    def __init__(self, options: SweepBatch, recipe: Recipe, target: MetricTarget) -> None:
-        self.runs: dict[tuple[int, float, int], SweepRun] = {}
-        self._path = None if options.output is None else options.output / RUNS_FILE
-        # Settings that two sweeps must share so that one may use the other's runs.
-        settings = {"recipe": to_yaml(recipe), "processes": options.processes, "longest": str(options.longest)}
-        identity = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-        self._header = {"sweep": identity, "target": f"{target.metric}={target.value:g}"}
-        if self._path is not None and self._path.exists():
-            self._read(self._path)
 
-    def _read(self, path: Path) -> None:
-        # The last line of a killed sweep may be incomplete.
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-        try:
-            header, *rows = [load_json(line) for line in lines] or [self._header]
-            other_target = header.get("target")
-            runs = [SweepRun(**row) for row in rows]
-        except (ValueError, TypeError, AttributeError) as error:
-            raise RunDirectoryError(f"'{path}' was not written by sweep-batch ({error}); remove it.") from error
-        if header != self._header:
-            raise RunDirectoryError(
-                f"'{path}' holds the runs of another sweep (to {other_target}, or of an older version of the recipe); "
-                f"name another --output, or remove it."
-            )
-        # A failed run is retried: its cause may be gone.
-        self.runs = {run.key: run for run in runs if not run.trouble}
-
-    def save(self) -> None:
-        """Write all runs, without an incomplete last line of a killed sweep."""
-        if self._path is not None:
-            rows = [self._header, *(asdict(run) for run in self.runs.values())]
-            write_text(self._path, "".join(json.dumps(row) + "\n" for row in rows))
+def _write_runs(path: Path | None, header: Json, runs: Mapping[Key, SweepRun]) -> None:
+    """Write all runs, without an incomplete last line of a killed sweep."""
+    if path is not None:
+        write_text(path, "".join(json.dumps(row) + "\n" for row in (header, *map(asdict, runs.values()))))
 
 
 def rates_of(rule: Rule, batch: int, reference_batch: int, reference_rate: float) -> tuple[float, ...]:
@@ -317,12 +308,7 @@ class RuleResult:
 
     def to_json(self) -> Json:
         """Return the result as one JSON object."""
-        return {
-            "rule": self.rule,
-            "batches": self.rows,
-            "law": self.law,
-            "why_no_law": self.why or None,
-        }
+        return {**picked(self, "rule", "law"), "batches": self.rows, "why_no_law": self.why or None}
 
 
 @frozen
@@ -341,7 +327,7 @@ class Swept:
     target: MetricTarget
     loaded: LoadedRecipe
     base_rate: float
-    runs: dict[tuple[int, float, int], SweepRun]
+    runs: dict[Key, SweepRun]
 
     @cached_property
     def rules(self) -> tuple[RuleResult, ...]:
@@ -453,7 +439,7 @@ def sweep_charts(rules: Sequence[RuleResult]) -> tuple[Chart, Chart]:
     steps, samples, batch = (Json(title=text, type="log") for text in ("steps", "samples", "samples in a step"))
     trade = Chart(
         title="Samples against steps to the target",
-        traces=[trace for rule in rules for trace in _traces(rule, lambda b, s: (s, b * s))],
+        traces=[each for rule in rules for each in _traces(rule, lambda b, s: (s, b * s))],
         layout={"xaxis": steps, "yaxis": samples},
         description="Each run's samples against its steps, and the fitted hyperbola.",
     )
@@ -461,7 +447,7 @@ def sweep_charts(rules: Sequence[RuleResult]) -> tuple[Chart, Chart]:
     batch |= {"tickmode": "array", "tickvals": tried, "ticktext": [str(each) for each in tried]}
     by_batch = Chart(
         title="Samples to the target by batch",
-        traces=[trace for rule in rules for trace in _traces(rule, lambda b, s: (b, b * s))],
+        traces=[each for rule in rules for each in _traces(rule, lambda b, s: (b, b * s))],
         layout={"xaxis": batch, "yaxis": samples},
         description="Samples to the target by batch size: flat up to the knee, and rising in proportion beyond it.",
     )
@@ -470,16 +456,12 @@ def sweep_charts(rules: Sequence[RuleResult]) -> tuple[Chart, Chart]:
 
 def _traces(rule: RuleResult, place: Callable[[float, float], tuple[float, float]]) -> list[Json]:
     """Return the runs that reached the target, and the law; ``place`` gives x and y for a batch and its steps."""
-    reached = [(each.batch, each.steps) for each in rule.points if each.reached]
-    series = [("runs", "markers", reached)]
+    reached = [place(each.batch, each.steps) for each in rule.points if each.reached]
+    found = [trace("markers", f"{rule.rule}: runs", reached)]
     if rule.law is not None and reached:
         batches = [each.batch for each in rule.points]
         grid = np.geomspace(min(batches), max(batches), 60).tolist()
-        series.append(("law", "lines", [(batch, rule.law.steps(batch)) for batch in grid]))
-    found = []
-    for name, mode, points in series:
-        x, y = zip(*(place(*each) for each in points), strict=True) if points else ((), ())
-        found.append({"mode": mode, "name": f"{rule.rule}: {name}", "x": list(x), "y": list(y)})
+        found.append(trace("lines", f"{rule.rule}: law", [place(batch, rule.law.steps(batch)) for batch in grid]))
     return found
 
 

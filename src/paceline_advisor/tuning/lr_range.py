@@ -25,19 +25,19 @@ from paceline.parsing.units import Duration, format_count
 from paceline.plan import Plan
 from paceline.plan.rates import LearningRate, Schedules, lr_factor
 from paceline.recipe.load import LoadedRecipe, Overrides, load_recipe, stored_recipe, to_tree, to_yaml
-from paceline.recipe.running import Profile
 from paceline.recipe.schema import Recipe
-from paceline.recipe.training import Schedule
 from paceline.trainer.process_settings import restore_globals
 from paceline.trainer.run_records import report_broken
 from paceline.trainer.step import train_step
 from paceline.trainer.subject import Options, TaskMaker
 from paceline.trainer.train import opened_run
 from paceline.trainer.warmup import check_first_batch, warm_up
-from paceline_advisor.apply import write_new
+from paceline_advisor import picked
+from paceline_advisor.apply import QUIET, SILENT, with_values, write_new
 from paceline_advisor.bench.interleaved import without_growth
 from paceline_advisor.commands import FindLr, Sweep
 from paceline_advisor.formulas.learning_rate import MEDIAN, Suggestion, smoothed, suggest
+from paceline_advisor.traces import trace
 
 # fp16's loss scale decreases by skipping steps, which use up batches.
 MOST_SKIPPED = 20
@@ -51,16 +51,17 @@ def as_tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
         steps: Steps of the test.
         world_size: Number of processes.
     """
-    recipe = without_growth(recipe, world_size)
-    return replace(
-        recipe,
-        model=replace(recipe.model, unfreeze={}, freeze_after={}),
-        schedule=Schedule(name="constant"),
-        train=replace(recipe.train, duration=Duration(steps + MOST_SKIPPED, "steps"), until=None, ema=None),
-        evaluate=replace(recipe.evaluate, every=None, patience=None),
-        checkpoint=replace(recipe.checkpoint, every=None, keep_best=False),
-        telemetry=replace(recipe.telemetry, trackers=(), profile=Profile(), mlperf=False),
-    )
+    values = {
+        "model.unfreeze": {},
+        "model.freeze_after": {},
+        "schedule": QUIET["schedule"],
+        "train.duration": Duration(steps + MOST_SKIPPED, "steps"),
+        "train.ema": None,
+        "evaluate.every": None,
+        "evaluate.patience": None,
+        **SILENT,
+    }
+    return with_values(without_growth(recipe, world_size), values)
 
 
 Ending = Literal["highest", "diverged", "not_finite", "signal"]
@@ -418,10 +419,9 @@ def _scratch(world: World) -> Iterator[Path | None]:
 
 
 def _facts(plan: Plan, recipe: Recipe) -> dict[str, Any]:
-    names = ["device", "device_name", "precision", "strategy", "world_size"]
-    names += ["global_batch_size", "micro_batch_size", "steps_per_epoch"]
     return {
-        **{name: getattr(plan, name) for name in names},
+        **picked(plan, "device", "device_name", "precision", "strategy", "world_size"),
+        **picked(plan, "global_batch_size", "micro_batch_size", "steps_per_epoch"),
         "optimizer": recipe.optimizer.name,
         "optimizer_lr": recipe.optimizer.lr,
         "lr_factor": lr_factor(recipe, min(plan.global_batch_size, plan.train_samples)),
@@ -487,31 +487,29 @@ def _chart(found: RangeTest) -> Chart:
     lowest = min(averages)
     # Diverged values would flatten the relevant part.
     top = averages[0] + 0.5 * (averages[0] - lowest) + 1e-9
-    losses = {"name": "loss of each step", "mode": "markers", "marker": {"size": 4, "opacity": 0.5}}
-    traces: list[dict[str, Any]] = [
-        {"x": rates, "y": list(found.losses), **losses},
-        {"x": rates, "y": list(averages), "name": "smoothed", "mode": "lines", "line": {"dash": "solid"}},
+    points = list(zip(rates, found.losses, strict=True))
+    traces = [
+        trace("markers", "loss of each step", points, marker={"size": 4, "opacity": 0.5}),
+        trace("lines", "smoothed", zip(rates, averages, strict=True), line={"dash": "solid"}),
     ]
     symbols = ("circle-open", "star", "diamond", "triangle-up", "square", "x")
     for symbol, (name, each) in zip(symbols, found.suggestions.items(), strict=True):
         if each.lr is not None:
             marker = {"size": 20 if name == MEDIAN else 12, "symbol": symbol}
-            y = float(np.interp(each.lr, rates, averages))
-            traces.append({"x": [each.lr], "y": [y], "name": name, "mode": "markers", "marker": marker})
+            place = each.lr, float(np.interp(each.lr, rates, averages))
+            traces.append(trace("markers", name, [place], marker=marker))
     # Values above the axis are drawn at its edge: how a test ended is part of the result.
-    above = [(rate, loss) for rate, loss in zip(rates, found.losses, strict=True) if loss > top]
-    if above:
+    if above := [(rate, top, loss) for rate, loss in points if loss > top]:
         traces.append(
-            {
-                "x": [rate for rate, _ in above],
-                "y": [top] * len(above),
-                "customdata": [loss for _, loss in above],
-                "hovertemplate": "rate %{x:.3g}: loss %{customdata:.3g}<extra></extra>",
-                "name": "loss above the axis",
-                "mode": "markers",
-                "marker": {"size": 8, "symbol": "triangle-up-open"},
-                "cliponaxis": False,
-            }
+            trace(
+                "markers",
+                "loss above the axis",
+                above,
+                customdata=[loss for *_, loss in above],
+                hovertemplate="rate %{x:.3g}: loss %{customdata:.3g}<extra></extra>",
+                marker={"size": 8, "symbol": "triangle-up-open"},
+                cliponaxis=False,
+            )
         )
     kind = "log" if found.sweep.shape == "exponential" else "linear"
     return Chart(

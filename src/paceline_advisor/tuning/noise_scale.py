@@ -31,7 +31,6 @@ from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
 from paceline.plan.batching import fixed_logical_ranks, with_nearest_ghost_size
 from paceline.recipe.load import load_recipe, shipped_recipes
-from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.trainer.noise import mean_weight
@@ -40,9 +39,10 @@ from paceline.trainer.step import micro_batches
 from paceline.trainer.subject import Options, resumed_recipe
 from paceline.trainer.train import opened_run
 from paceline.trainer.warmup import FP16_SCALE, GradientProbe
-from paceline_advisor import Json, as_json, frozen
-from paceline_advisor.apply import with_values
+from paceline_advisor import Json, as_json, frozen, picked
+from paceline_advisor.apply import SILENT, with_values
 from paceline_advisor.commands import NoiseScale
+from paceline_advisor.traces import error_bars, trace
 
 # Default number of micro-batches per step: each additional one helps less.
 _PARTS = 4
@@ -119,13 +119,13 @@ class NoiseReport:
     def __paceline__(self) -> Shown:
         """Return the table of all points, and a chart over training."""
         measured = [(each.step, found) for each in self.points if (found := each.averages.noise_scale()) is not None]
-        points = [(step, found, *critical_range(found)) for step, found in measured]
 
         def span(low: float, high: float) -> str:
             return f"{_figure(low)} to {_figure(high)}" if math.isfinite(high) else f"above {_figure(low)}"
 
         rows = [
-            (step, _figure(found.middle), span(found.low, found.high), span(*ends)) for step, found, *ends in points
+            (step, _figure(found.middle), span(found.low, found.high), span(*critical_range(found)))
+            for step, found in measured
         ]
         unmeasured = len(self.points) - len(measured)
         hidden = f"At {unmeasured} of {len(self.points)} points the noise hides the gradient."
@@ -139,24 +139,15 @@ class NoiseReport:
         chart = Chart(
             title=f"Gradient noise scale, in {self.unit}",
             traces=[
-                {
-                    "mode": "lines+markers",
-                    "name": "noise scale",
-                    "x": [step for step, _ in measured],
-                    "y": [found.middle for _, found in measured],
+                trace(
+                    "lines+markers",
+                    "noise scale",
+                    [(step, found.middle) for step, found in measured],
                     # A bar that ends at its point would suggest that nothing larger is possible.
-                    "marker": {"symbol": ["circle" if math.isfinite(f.high) else "arrow-up" for _, f in measured]},
-                    "error_y": {
-                        "array": [f.high - f.middle if math.isfinite(f.high) else None for _, f in measured],
-                        "arrayminus": [found.middle - found.low for _, found in measured],
-                    },
-                },
-                {
-                    "mode": "lines",
-                    "name": "the recipe's batch",
-                    "x": [each.step for each in self.points],
-                    "y": [self.batch_weight] * len(self.points),
-                },
+                    marker={"symbol": ["circle" if math.isfinite(found.high) else "arrow-up" for _, found in measured]},
+                    error_y=error_bars((found.low, found.middle, found.high) for _, found in measured),
+                ),
+                trace("lines", "the recipe's batch", [(each.step, self.batch_weight) for each in self.points]),
             ],
             layout={"xaxis": {"title": "step"}, "yaxis": {"title": self.unit, "type": "log"}},
             description="The noise scale over training with its 95 % interval, and the recipe's batch. An upward arrow "
@@ -212,12 +203,6 @@ def measure_noise(options: NoiseScale, log: Log) -> NoiseReport:
     recipe = _into_micro_batches(loaded.recipe, read_launch(os.environ).world.world_size)
     if checkpoints:
         recipe = resumed_recipe(recipe, directory.root)
-    silent = {
-        "telemetry.trackers": (),
-        "telemetry.noise_scale": None,
-        "telemetry.mlperf": False,
-        "checkpoint": Checkpoint(every=None),
-    }
     scratch = (
         tempfile.TemporaryDirectory(prefix="paceline-noise-")
         if options.scratch is None
@@ -227,7 +212,7 @@ def measure_noise(options: NoiseScale, log: Log) -> NoiseReport:
     with (
         scratch as folder,
         opened_run(
-            replace(loaded, recipe=with_values(recipe, silent), origins={}), Options(run_dir=Path(folder) / "run")
+            replace(loaded, recipe=with_values(recipe, SILENT), origins={}), Options(run_dir=Path(folder) / "run")
         ) as run,
     ):
         if not isinstance(run.strategy, Replicas):
@@ -250,8 +235,7 @@ def measure_noise(options: NoiseScale, log: Log) -> NoiseReport:
         batch_weight = plan.global_batch_size * mean_weight(run.geometry)
     return NoiseReport(
         name=loaded.name,
-        global_batch_size=plan.global_batch_size,
-        micro_batch_size=plan.micro_batch_size,
+        **picked(plan, "global_batch_size", "micro_batch_size"),
         processes=plan.world_size,
         points=points,
         batch_weight=batch_weight,

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.errors import RecipeError
 from paceline.recipe.load import load_recipe
-from paceline_advisor.bench.target import MetricTarget, TargetRun, follow, summarise_runs, write_dawnbench
+from paceline_advisor.bench.target import MetricTarget, TargetRun, follow, summarise_runs
 
 
 def test_targets_are_read() -> None:
@@ -65,9 +65,6 @@ def test_a_metric_that_came_to_no_number_is_not_there_yet(tmp_path: Path) -> Non
     assert found.reached
     assert [each["loss"] for each in found.evaluations] == [None, 0.7, 0.8, 0.4]
     assert not target.is_met(None)
-    (tmp_path / "entry").mkdir()
-    _, table = write_dawnbench(tmp_path / "entry", loaded=load_recipe("digits"), target=target, runs=[found])
-    assert len(table.read_text().splitlines()) == 5
 
 
 TARGET = MetricTarget("top1_accuracy", 94.0)

@@ -43,7 +43,7 @@ def test_zero_knows_no_fifth_stage() -> None:
 
 
 def test_the_allocator_rounds_each_tensor_up() -> None:
-    assert network.allocated_bytes((4, 512, 513, 0)) == 512 + 512 + 1024
+    assert table.allocated_bytes((4, 512, 513, 0)) == 512 + 512 + 1024
 
 
 # Korthikanti et al., arXiv:2205.05198, tables 3 and 5: hidden, layers, batch, GPUs, seconds, MFU and HFU in %.
@@ -260,13 +260,13 @@ def test_steps_come_out_even_and_checkpoints_cost_little() -> None:
 
 
 def test_an_olympic_mean_needs_three_values() -> None:
-    with pytest.raises(ValueError, match="2 values"):
-        scaling.olympic_mean((1.0, 2.0))
+    with pytest.raises(ValueError, match="at least one"):
+        table.olympic_mean((1.0, 2.0))
 
 
 def test_sizes_and_epochs_come_in_pairs() -> None:
-    with pytest.raises(ValueError, match="one per size"):
-        scaling.progressive_resizing_minutes(1, (1, 2), (1,), 0, 0)
+    with pytest.raises(ValueError, match="longer"):
+        table.progressive_resizing_minutes(1, (1, 2), (1,), 0, 0)
 
 
 def test_printed_ratios_are_compared_with_their_own_figures() -> None:

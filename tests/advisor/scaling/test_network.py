@@ -64,7 +64,9 @@ def test_flops_of_a_step() -> None:
     assert found.numbers.trained == 25_557_032
     assert len(found.network.gradients) == 161
     assert found.decodes
-    assert "ImageNet-1k is assumed" in found.notices[0]
+    assumed = "as for ImageNet, 1,000 classes and images of 224 pixels are assumed"
+    assert found.notices == (f"data.path is not given: {assumed}; 1,281,167 samples are an epoch",)
+    assert found.samples == 1_281_167
 
 
 @pytest.mark.parametrize(

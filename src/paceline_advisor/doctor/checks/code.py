@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from paceline_advisor import named
 from paceline_advisor.doctor.behaviour import Loader
-from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, Found, check, named
+from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, Found, check
 from paceline_advisor.doctor.findings import CONVNETS, CUDA_MODES, OWN, TUNING, CodeLine
 
 

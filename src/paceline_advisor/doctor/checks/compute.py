@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 
 from paceline.plugins.references import is_ours
+from paceline_advisor import named
 from paceline_advisor.doctor.anatomy import BYTES, Layer
-from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, Found, check, named
+from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, Found, check
 from paceline_advisor.doctor.findings import (
     AMP,
     CONVOLUTION,

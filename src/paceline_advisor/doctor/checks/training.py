@@ -6,8 +6,8 @@ import statistics
 from functools import partial
 
 from paceline.parsing.units import format_bytes
-from paceline_advisor import Json
-from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, Found, check, named
+from paceline_advisor import Json, named
+from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, Found, check
 from paceline_advisor.doctor.findings import CONVNETS, DDP, GOYAL, KRIZHEVSKY, OWN, TUNING
 
 _LARGE_BATCH = 1024
@@ -295,10 +295,11 @@ def data_wait(subject: CheckedRun) -> Found:
     found = [event["data_wait_fraction"] for event in _of(subject, "step") if event.get("data_wait_fraction")]
     if not found or (typical := statistics.median(found)) < _WAITS:
         return None
+    most = 1 / (1 - typical)
     waits = CheckResult(
         f"half of the records spend {typical:.0%} or more of the step waiting for data",
-        expected=f"up to {1 / (1 - typical):.2f} times as fast, as measured in the run",
-        speedup=(1.0, 1 / (1 - typical)),
+        expected=f"up to {most:.2f} times as fast, as measured in the run",
+        speedup=(1.0, most),
     )
     if "data.backend" in subject.plan.unused:
         return waits
