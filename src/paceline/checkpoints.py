@@ -10,20 +10,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.parsing.arguments import folder as path_of
+from paceline.parsing.arguments import shown, whole
 from paceline.checkpoint.format import inventory
 from paceline.checkpoint.manifest import check_component_names, read_components, read_manifest
 from paceline.checkpoint.publish import BackgroundWriter
-from paceline.checkpoint.state import Component, HostCopies, OptimizerComponent, Registry, State
-from paceline.checkpoint.store import CheckpointStore, checkpoint_name, step_of
+from paceline.checkpoint.state import Component, HostCopies, OptimizerComponent, Registry, State, bare_module, has_state
+from paceline.checkpoint.store import CheckpointStore, step_of
 from paceline.distributed.current import current_collectives
 from paceline.errors import CheckpointError, did_you_mean
 from paceline.records.run_directory import RunDirectory
 
 _VALUES = "plain_values"  # the fact in a manifest that lists the parts without a state_dict
+_PLAIN = (dict, list, tuple, str, int, float, Tensor, type(None))
 
 
 class Checkpoints:
@@ -62,10 +64,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, keep: int = 3) -> None:
-        if keep < 1:
-            raise CheckpointError(f"keep={keep}, but at least 1 checkpoint must be kept: give 1 or more.")
         self.values: dict[str, Any] = {}
-        self._store, self._keep = CheckpointStore(Path(folder)), keep
+        self._keep = whole("keep", keep, 1, error=CheckpointError)
+        self._store = CheckpointStore(path_of("folder", folder, error=CheckpointError))
         self._copies = HostCopies()
         self._writer = BackgroundWriter()
         weakref.finalize(self, _end, self._writer, os.getpid())
@@ -83,7 +84,7 @@ class Checkpoints:
             CheckpointError: On every rank: if ranks disagree on step or names, a part holds what cannot be saved, the
                 folder is not writable, or the previous save failed.
         """
-        checkpoint_name(step)  # refuses a negative one
+        step = whole("step", step, error=CheckpointError)
         collectives = current_collectives()
         found = collectives.gather((step, sorted(parts)))
         for rank, (other, names) in enumerate(found):
@@ -165,19 +166,9 @@ def _stateful(parts: Mapping[str, Any]) -> dict[str, Component]:
     for name, part in parts.items():
         if isinstance(part, Optimizer):
             found[name] = OptimizerComponent(part)
-        elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
-            found[name] = _unwrapped(part)
+        elif has_state(part):
+            found[name] = bare_module(part)
     return found
-
-
-def _unwrapped(part: Any) -> Any:
-    """Return the module within ``DistributedDataParallel`` and ``torch.compile``, which change its tensors' names."""
-    while isinstance(part, nn.Module):
-        inner = part.module if isinstance(part, DistributedDataParallel) else getattr(part, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            break
-        part = inner
-    return part
 
 
 def _states(parts: Mapping[str, Any]) -> dict[str, State]:
@@ -188,11 +179,20 @@ def _states(parts: Mapping[str, Any]) -> dict[str, State]:
     """
     check_component_names(parts)
     stateful = _stateful(parts)
-    states = {
-        name: stateful[name].state_dict() if name in stateful else {"value": part} for name, part in parts.items()
-    }
-    for name, state in states.items():
+    states: dict[str, State] = {}
+    for name, part in parts.items():
+        if name not in stateful and not isinstance(part, _PLAIN):
+            raise CheckpointError(
+                f"{name!r} is {shown(part)}, which has no state_dict and load_state_dict: give an object with both, or "
+                "a plain value.",
+                key=name,
+            )
+        state: Any = stateful[name].state_dict() if name in stateful else {"value": part}
+        if not isinstance(state, Mapping):
+            message = f"state_dict() of {name!r} returned {shown(state)}, but must return a dict: correct it."
+            raise CheckpointError(message, key=name)
         inventory(dict(state), where=name)
+        states[name] = state
     return states
 
 
@@ -207,15 +207,20 @@ def _restore(path: Path, parts: Mapping[str, Any], plain: Mapping[str, Any]) -> 
     for name in parts.keys() - saved:
         raise CheckpointError(
             f"{path} holds no part {name!r}; it holds {', '.join(sorted(saved))}: load what was saved."
-            f"{did_you_mean(name, saved)}"
+            f"{did_you_mean(name, saved)}",
+            key=name,
+            path=path,
         )
     for name in sorted(saved - parts.keys()):
-        raise CheckpointError(f"{path} also holds {name!r}: give it to load(), or {name}=None to leave it out.")
+        message = f"{path} also holds {name!r}: give it to load(), or {name}=None to leave it out."
+        raise CheckpointError(message, key=name, path=path)
     for name in sorted((values & stateful.keys()) | (plain.keys() - values)):
         kinds = ("a plain value", "an object with a state_dict")
         raise CheckpointError(
             f"{name!r} was saved as {kinds[name not in values]} and cannot be loaded as {kinds[name in values]}: give "
-            "what was saved."
+            "what was saved.",
+            key=name,
+            path=path,
         )
     states = read_components(path, [*stateful, *plain])
     registry = Registry()

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from paceline.parsing.arguments import checked_step, whole
+from paceline.parsing.arguments import folder as path_of
 from paceline.distributed.current import current_world
-from paceline.errors import CheckpointError, DataError, RunDirectoryError
+from paceline.errors import DataError, RunDirectoryError
 from paceline.records.ledger import LedgerWriter, ledger_files, ledger_path, read_ledger, truncate_ledgers
 from paceline.records.own_ledger import OwnLedger, read_own_ledger
 from paceline.records.run_directory import RunDirectory
@@ -54,9 +56,14 @@ class Ledger:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self._folder, self._world = Path(folder), current_world(rank, world_size)
-        if not 0 <= dropped < samples:
-            raise DataError(f"samples={samples} and dropped={dropped}, but an epoch uses at least 1 sample.")
+        self._folder, self._world = path_of("folder", folder), current_world(rank, world_size)
+        samples, dropped = whole("samples", samples, 1), whole("dropped", dropped)
+        if dropped >= samples:
+            raise DataError(
+                f"samples={samples} and dropped={dropped}, but an epoch uses at least 1 sample: leave out fewer.",
+                key="dropped",
+                value=dropped,
+            )
         self._facts = OwnLedger(samples=samples, dropped=dropped)
         RunDirectory(self._folder).create()
         found = read_own_ledger(self._folder)
@@ -66,7 +73,8 @@ class Ledger:
         elif (found.samples, found.dropped) != (samples, dropped):
             raise RunDirectoryError(
                 f"'{self._folder}' is the ledger of {found.samples} samples with {found.dropped} dropped, not of "
-                f"{samples} with {dropped}: give the data it was begun with, or another folder."
+                f"{samples} with {dropped}: give the data it was begun with, or another folder.",
+                path=self._folder,
             )
         else:
             self._facts = found
@@ -86,22 +94,29 @@ class Ledger:
             DataError: If a step or an id is out of range, or ``ids`` is not a row of integers.
             RunDirectoryError: If the folder already holds this step and no checkpoint was loaded, or the disk fails.
         """
-        row = np.asarray(ids.cpu() if isinstance(ids, Tensor) else ids)
+        try:
+            row = np.asarray(ids.cpu() if isinstance(ids, Tensor) else ids)
+        except ValueError:  # rows of different lengths
+            row = np.asarray(None)
         if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
-            raise DataError(f"ids are {row.dtype} {list(row.shape)}, but must be integers [N]: give one id per sample.")
-        row = row.astype(np.int64)
+            raise DataError(
+                f"ids are {row.dtype} {list(row.shape)}, but must be integers [N]: give one id per sample.", key="ids"
+            )
         if row.size and not 0 <= row.min() <= row.max() < self._facts.samples:
             wrong = row.min() if row.min() < 0 else row.max()
             raise DataError(
                 f"Sample {wrong} is not one of {self._facts.samples} (0 to {self._facts.samples - 1}): give the ids of "
-                "the data set, and its length as samples."
+                "the data set, and its length as samples.",
+                key="ids",
+                value=int(wrong),
             )
-        if step < 1:
-            raise DataError(f"Step {step} was added, but the first step is 1: count a step before it is added.")
+        row, step = row.astype(np.int64), whole("step", step, 1)
         if step < self._step:
             raise DataError(
                 f"Step {step} was added after step {self._step}, but steps never decrease: after loading a checkpoint, "
-                "load the ledger's state too."
+                "load the ledger's state too.",
+                key="step",
+                value=step,
             )
         if self._writer is None:
             self._writer = self._open(step)
@@ -120,8 +135,7 @@ class Ledger:
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise a :class:`CheckpointError` if the state is not a ledger's, without changing anything."""
-        if type(state.get("step")) is not int:
-            raise CheckpointError("The state of a ledger has no whole number 'step': give one that a ledger returned.")
+        checked_step(state, "a ledger")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Remove the records after a step, which the loop is about to repeat.
@@ -154,7 +168,10 @@ class Ledger:
             if last >= step and facts.is_saved:
                 raise RunDirectoryError(
                     f"'{self._folder}' holds steps up to {last}, and step {step} would be recorded again: load the "
-                    "checkpoint with the ledger among its parts, or give another folder."
+                    "checkpoint with the ledger among its parts, or give another folder.",
+                    key="step",
+                    value=step,
+                    path=self._folder,
                 )
             # Killed before the first checkpoint: the loop begins again.
             self._cut(step - 1)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
+from paceline.parsing.arguments import checked_step, whole
 from paceline.data.order import StepGeometry
 from paceline.distributed.current import current_world
 from paceline.errors import CheckpointError, DataError
@@ -74,23 +75,26 @@ class BatchOrder(BatchSampler):
         self._given = rank, world_size
         self._world = current_world(rank, world_size)
         self.rank, self.world_size = self._world.rank, self._world.world_size
-        self.samples, self.seed, self.drop_last = int(samples), int(seed), drop_last
-        self._batch_size, self.step = int(batch_size), 0
-        if samples < 1:
-            raise DataError(f"samples={samples}, but an order needs at least 1: give the length of the data set.")
-        if batch_size < self.world_size:
+        self.samples, self.seed, self.drop_last = whole("samples", samples, 1), whole("seed", seed), drop_last
+        self._batch_size, self.step = whole("batch_size", batch_size, 1), 0
+        if self._batch_size < self.world_size:
             raise DataError(
-                f"batch_size={batch_size}, but {self.world_size} rank(s) share a batch: give {self.world_size} or more."
+                f"batch_size={batch_size}, but {self.world_size} rank(s) share a batch: give {self.world_size} or "
+                "more.",
+                key="batch_size",
+                value=batch_size,
             )
-        if not 0 <= seed < 2**64:
-            raise DataError(f"seed={seed}, but a seed is at least 0 and less than 2**64: give another.")
-        if drop_last and samples < batch_size:
+        if self.seed >= 2**64:
+            raise DataError(f"seed={seed}, but must be less than 2**64: give another.", key="seed", value=seed)
+        if drop_last and self.samples < self._batch_size:
             raise DataError(
                 f"samples={samples} fill no batch of batch_size={batch_size}: give a smaller batch_size, or "
-                "drop_last=False."
+                "drop_last=False.",
+                key="batch_size",
+                value=batch_size,
             )
         if self.world_size == 1:
-            self.batch_size = batch_size  # for libraries that share batches among ranks
+            self.batch_size = self._batch_size  # for libraries that share batches among ranks
         self._geometry = StepGeometry(
             seed=self.seed, samples=self.samples, global_batch_size=self._batch_size, logical_ranks=self.world_size
         )
@@ -144,11 +148,13 @@ class BatchOrder(BatchSampler):
         Raises:
             DataError: If that epoch is over; to repeat it, set ``step``.
         """
-        if epoch < self.epoch:
+        if whole("epoch", epoch) < self.epoch:
             raise DataError(
                 f"set_epoch({epoch}) would repeat an epoch, since {self.step} batches put the order in epoch "
                 f"{self.epoch}: begin with epoch {self.epoch} (for a loader of Accelerate, loader.set_epoch), or set "
-                "order.step."
+                "order.step.",
+                key="epoch",
+                value=epoch,
             )
         self.step = max(self.step, epoch * len(self))
         self._expect_from(self.step)
@@ -169,15 +175,15 @@ class BatchOrder(BatchSampler):
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise a :class:`CheckpointError` if the state is that of another order, without changing anything."""
+        checked_step(state, "an order")
         for name, value in self._facts().items():
             if state.get(name) != value:
                 raise CheckpointError(
                     f"The order was saved with {name}={state.get(name)}, but has {name}={value} now: give it the value "
-                    "and the data it was saved with, or do not load it."
+                    "and the data it was saved with, or do not load it.",
+                    key=name,
+                    value=value,
                 )
-        step = state.get("step")
-        if type(step) is not int or step < 0:
-            raise CheckpointError(f"The state of an order has step={step!r}: give one that an order has returned.")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the batches that a saved order had used; the number of ranks may differ.

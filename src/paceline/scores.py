@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.parsing.arguments import tensor
 from paceline.distributed.current import current_collectives
 from paceline.errors import DataError
 from paceline.metrics.accumulator import exact_sum
@@ -44,12 +45,14 @@ class ExactMean:
         Raises:
             DataError: If the shapes differ.
         """
+        values, ids = tensor("values", values, error=DataError), tensor("ids", ids, error=DataError)
         if values.ndim != 1 or values.shape != ids.shape:
             raise DataError(
                 f"values are {list(values.shape)} and ids {list(ids.shape)}, but both must be [N]: give one value and "
-                "one id per sample."
+                "one id per sample.",
+                key="values",
             )
-        self._values.append(values.detach())
+        self._values.append(values)
         self._ids.append(ids)
 
     def result(self) -> float:
@@ -100,12 +103,17 @@ def collect(ids: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
 
 
 def _on_host(*tensors: Tensor) -> list[Tensor]:
-    ids = tensors[0].detach().cpu()
-    if ids.ndim != 1 or ids.is_floating_point() or any(len(each) != len(ids) for each in tensors[1:]):
+    names = ["ids", *["values"] * (len(tensors) - 1)]
+    ids, *values = (tensor(*each, error=DataError).cpu() for each in zip(names, tensors, strict=True))
+    is_whole = not ids.is_floating_point() and ids.dtype != torch.bool
+    if ids.ndim != 1 or not is_whole or any(each.shape[:1] != ids.shape for each in values):
         raise DataError(
-            f"ids are {ids.dtype} {list(ids.shape)} for values of {[list(each.shape) for each in tensors[1:]]}, but "
-            "must be integers [N] for values [N, …]: give one id per sample."
+            f"ids are {ids.dtype} {list(ids.shape)} for values of {[list(each.shape) for each in values]}, but "
+            "must be integers [N] for values [N, …]: give one id per sample.",
+            key="ids",
         )
     if len(ids) and int(ids.min()) < 0:
-        raise DataError(f"Sample {int(ids.min())} is negative: give the samples' positions in the data set.")
-    return [each.detach().cpu() for each in tensors]
+        lowest = int(ids.min())
+        message = f"Sample {lowest} is negative: give the samples' positions in the data set."
+        raise DataError(message, key="ids", value=lowest)
+    return [ids, *values]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden_sentences import check_sentence
+from golden_sentences import check_sentence, raises
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -220,21 +220,45 @@ def test_a_saved_part_is_left_out_on_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "error"),
+    ("use", "error", "fields"),
     [
-        (lambda folder: Checkpoints(folder, keep=0), CheckpointError),
-        (lambda folder: Checkpoints(folder).save(-1, best=1), CheckpointError),
-        (lambda folder: Checkpoints(folder).save(1, best=object()), CheckpointError),
-        (lambda folder: Checkpoints(folder).save(1, manifest=1), CheckpointError),
-        (lambda folder: Checkpoints(folder / "file").save(1, best=1), RunDirectoryError),
-        (lambda folder: Checkpoints(folder / "file").load(best=1), PacelineError),
+        (lambda folder: Checkpoints(folder, keep=0), CheckpointError, {"key": "keep", "value": 0}),
+        (lambda folder: Checkpoints(folder, keep="3"), CheckpointError, {"key": "keep", "value": "3"}),
+        (lambda _: Checkpoints(None), CheckpointError, {"key": "folder"}),
+        (lambda folder: Checkpoints(folder).save(-1, best=1), CheckpointError, {"key": "step", "value": -1}),
+        (lambda folder: Checkpoints(folder).save("1", best=1), CheckpointError, {"key": "step", "value": "1"}),
+        (lambda folder: Checkpoints(folder).save(1, best=object()), CheckpointError, {"key": "best"}),
+        (lambda folder: Checkpoints(folder).save(1, model=torch.nn.Linear), CheckpointError, {"key": "model"}),
+        (lambda folder: Checkpoints(folder).save(1, part=Odd()), CheckpointError, {"key": "part"}),
+        (lambda folder: Checkpoints(folder).save(1, manifest=1), CheckpointError, {}),
+        (lambda folder: Checkpoints(folder / "file").save(1, best=1), RunDirectoryError, {}),
+        (lambda folder: Checkpoints(folder / "file").load(best=1), PacelineError, {}),
     ],
 )
-def test_wrong_use_is_refused(tmp_path: Path, use: Callable[[Path], object], error: type[PacelineError]) -> None:
+def test_wrong_use_is_refused(
+    tmp_path: Path, use: Callable[[Path], object], error: type[PacelineError], fields: dict[str, Any]
+) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(error) as caught:
+    with raises(error, **fields):
         use(tmp_path)
-    check_sentence(caught.value)
+
+
+class Odd:
+    """A part whose state is not a dict."""
+
+    def state_dict(self) -> int:
+        return 5
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+@pytest.mark.parametrize("parts", [{"value": 0}, {"value": 0, "rate": 0.1, "modle": None, "model": 1}])
+def test_a_name_that_was_not_saved_or_not_given_is_named(tmp_path: Path, parts: dict[str, Any]) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, model=1, value=0, rate=0.1)
+    checkpoints.wait()
+    with raises(CheckpointError, key="modle" if "modle" in parts else "model", path="step-00000001"):
+        checkpoints.load(**parts)
 
 
 def test_a_save_that_failed_is_told_by_the_next_call(tmp_path: Path) -> None:

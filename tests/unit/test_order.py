@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from golden_sentences import check_sentence
+from golden_sentences import check_sentence, raises
 from torch.utils.data import BatchSampler, DataLoader
 
 from paceline.data.order import epoch_order
-from paceline.errors import CheckpointError, DataError, LaunchError
+from paceline.errors import CheckpointError, DataError, LaunchError, PacelineError
 from paceline.order import BatchOrder
 
 
@@ -135,19 +135,39 @@ def test_state_of_another_order_is_refused(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "kind", "key"),
     [
-        {"samples": 0},
-        {"batch_size": 0},
-        {"batch_size": 2, "world_size": 3},
-        {"seed": -1},
-        {"samples": 3, "drop_last": True},
+        ({"samples": 0}, DataError, "samples"),
+        ({"samples": "12"}, DataError, "samples"),
+        ({"samples": 12.0}, DataError, "samples"),
+        ({"batch_size": 0}, DataError, "batch_size"),
+        ({"batch_size": None}, DataError, "batch_size"),
+        ({"batch_size": 2, "world_size": 3}, DataError, "batch_size"),
+        ({"seed": -1}, DataError, "seed"),
+        ({"seed": 2**64}, DataError, "seed"),
+        ({"rank": 1}, LaunchError, "rank"),
+        ({"rank": "0"}, LaunchError, "rank"),
+        ({"world_size": 0}, LaunchError, "world_size"),
     ],
 )
-def test_arguments_out_of_range_are_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(DataError) as caught:
+def test_arguments_of_another_kind_or_range_are_refused(
+    arguments: dict[str, Any], kind: type[PacelineError], key: str
+) -> None:
+    with raises(kind, key=key, value=arguments[key]):
         BatchOrder(**{"samples": 12, "batch_size": 4, "seed": 1, "rank": 0, "world_size": 1, **arguments})
-    check_sentence(caught.value)
+
+
+def test_a_data_set_smaller_than_a_batch_leaves_no_order_without_it() -> None:
+    with raises(DataError, key="batch_size", value=4):
+        BatchOrder(3, 4, rank=0, world_size=1, drop_last=True)
+
+
+def test_what_is_no_epoch_or_no_state_is_refused() -> None:
+    order = BatchOrder(12, 4, seed=1, rank=0, world_size=1)
+    with raises(DataError, key="epoch", value="1"):
+        order.set_epoch("1")  # type: ignore[arg-type]
+    with raises(CheckpointError):
+        order.load_state_dict(None)  # type: ignore[arg-type]
 
 
 def test_rank_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from golden_sentences import check_sentence
+from golden_sentences import check_sentence, raises
 
 from paceline.errors import DataError
 from paceline.scores import ExactMean, collect
@@ -46,6 +47,8 @@ def test_values_are_collected_in_order_of_ids() -> None:
         (torch.tensor([0.0]), torch.tensor([1.0])),
         (torch.tensor([0, 1]), torch.tensor([1.0])),
         (torch.tensor([-1]), torch.tensor([1.0])),
+        (torch.tensor([True]), torch.tensor([1.0])),
+        (torch.tensor([0, 1]), torch.tensor(1.0)),
     ],
 )
 def test_wrong_ids_are_refused(arguments: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -54,7 +57,24 @@ def test_wrong_ids_are_refused(arguments: tuple[torch.Tensor, torch.Tensor]) -> 
     check_sentence(caught.value)
 
 
-def test_values_without_one_id_each_are_refused() -> None:
-    with pytest.raises(DataError) as caught:
-        ExactMean().add(torch.zeros(2, 3), torch.arange(2))
-    check_sentence(caught.value)
+@pytest.mark.parametrize(
+    ("values", "ids", "key"),
+    [
+        (torch.zeros(2, 3), torch.arange(2), "values"),
+        ([1.0], [0, 1], "values"),
+        (1.0, 1, "values"),
+        ("ab", [0, 1], "values"),
+        (None, [0], "values"),
+        ([1.0], "a", "ids"),
+        ([1j], [0], "values"),
+    ],
+)
+def test_values_without_one_id_each_are_refused(values: Any, ids: Any, key: str) -> None:
+    with raises(DataError, key=key):
+        ExactMean().add(values, ids)
+
+
+def test_lists_are_taken_too() -> None:
+    mean = ExactMean()
+    mean.add([1.0, 3.0], [0, 1])
+    assert mean.result() == 2.0

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.format import Chunk, ChunkOf, TensorSpec, inventory, map_tensors
@@ -50,6 +50,22 @@ class Component(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> Any:
         """Load a state that :meth:`state_dict` returned."""
         ...
+
+
+def has_state(target: Any) -> bool:
+    """Whether an object has a state to be saved; a class has none."""
+    return not isinstance(target, type) and hasattr(target, "state_dict") and hasattr(target, "load_state_dict")
+
+
+def bare_module(target: Any) -> Any:
+    """Return the module within ``DistributedDataParallel`` and ``torch.compile``, which change its tensors' names."""
+    while isinstance(target, nn.Module):
+        is_replica = isinstance(target, nn.parallel.DistributedDataParallel)
+        inner = target.module if is_replica else getattr(target, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            break
+        target = inner
+    return target
 
 
 @runtime_checkable

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from paceline.parsing.arguments import whole
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.environment import read_launch
 from paceline.errors import LaunchError
@@ -25,8 +26,11 @@ def current_world(rank: int | None = None, world_size: int | None = None) -> Wor
             found = read_launch(os.environ).world
         rank = found.rank if rank is None else rank
         world_size = found.world_size if world_size is None else world_size
-    if not 0 <= rank < world_size:
-        raise LaunchError(f"rank={rank} is not one of {world_size} rank(s): give a rank from 0 to {world_size - 1}.")
+    world_size = whole("world_size", world_size, 1, error=LaunchError)
+    if whole("rank", rank, error=LaunchError) >= world_size:
+        rule = f"a rank from 0 to {world_size - 1}"
+        message = f"rank={rank} is not one of {world_size} rank(s): give {rule}."
+        raise LaunchError(message, key="rank", value=rank, rule=rule)
     return World(rank=rank, world_size=world_size)
 
 

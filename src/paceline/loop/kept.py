@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.checkpoint.state import Component, OptimizerComponent, State
+from paceline.parsing.arguments import shown
+from paceline.checkpoint.state import Component, OptimizerComponent, State, bare_module, has_state
 from paceline.checkpoint.weights import weights_sha256
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.data_parallel import BUFFER_SYNC, has_training_buffers
@@ -24,6 +25,8 @@ _RESERVED = ("progress", "window", "clock")
 # Kinds of objects whose change is seen although they were not given.
 _WATCHED = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _Marks = tuple[Any, ...]
+_USED = "paceline_used"  # the version of a gradient that its optimizer has used, an attribute of the tensor
+_SPARSE = "sparse"
 
 
 class _Object:
@@ -36,28 +39,45 @@ class _Object:
         """Accept any state: the object checks what it loads."""
 
 
+class _Optimizer(OptimizerComponent):
+    """An optimizer with the gradients that its next step may use."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state, and gradients by the number of their parameter."""
+        return {**super().state_dict(), "gradients": _unused_gradients(self.optimizer)}
+
+    def load_state_dict(self, state: State, /) -> None:
+        """Load them."""
+        gradients = state.get("gradients", {})  # checkpoints of earlier versions have none
+        super().load_state_dict({key: value for key, value in state.items() if key != "gradients"})
+        for number, parameter in enumerate(_parameters(self.optimizer)):
+            if number in gradients:
+                parameter.grad = torch.zeros_like(parameter)
+                if (saved := gradients[number]) is not None:
+                    parameter.grad.copy_(saved)
+
+
 class Kept:
-    """Everything that a checkpoint of the loop holds, and which gradients still wait for their optimizer."""
+    """Everything that a checkpoint of the loop holds."""
 
     def __init__(self) -> None:
         self._prepared: list[nn.Module] = []
         self._others: list[Any] = []
         self.replicas: list[Replica] = []
         self._stepped: set[int] = set()
-        self._applied: dict[int, _Marks] = {}
         self._unseen: _Unseen | None = None
 
-    def prepare(self, module: nn.Module, collectives: Collectives, device: torch.device) -> nn.Module:
+    def prepare(self, module: Any, collectives: Collectives, device: torch.device) -> Any:
         """Move a module to the device, give it the first rank's weights, and wrap it where there are ranks.
 
         Raises:
             LoopError: If it is not a module, or was prepared before.
         """
         if not isinstance(module, nn.Module):
-            raise LoopError(f"prepare takes modules, found a {type(module).__name__}; give it to keep.")
+            fix = "make an object of it" if isinstance(module, type) else "give an object with a state to keep"
+            raise LoopError(f"prepare takes modules, found {shown(module)}; {fix}.", key="prepare")
         bare = bare_module(module)
-        if any(bare is each for each in self._prepared):
-            raise LoopError(f"prepare was given the same {type(bare).__name__} twice; give each module once.")
+        self._refuse_again(bare, "prepare")
         self._prepared.append(bare)
         bare.to(device)
         collectives.broadcast_tensors([*(each.data for each in bare.parameters()), *bare.buffers()])
@@ -76,15 +96,19 @@ class Kept:
         Raises:
             LoopError: If it has none, or was kept before.
         """
-        if not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
-            kind = type(target).__name__
-            raise LoopError(f"keep takes objects with state_dict and load_state_dict, and a {kind} lacks them.")
+        if not has_state(target):
+            message = f"keep takes objects with state_dict and load_state_dict, found {shown(target)}; give such ones."
+            raise LoopError(message, key="keep")
         target = bare_module(target)
-        if any(target is each for each in (*self._others, *self._prepared)):
-            raise LoopError(f"keep was given the same {type(target).__name__} twice; give each object once.")
+        self._refuse_again(target, "keep")
         self._others.append(target)
         if isinstance(target, Optimizer):
             target.register_step_post_hook(self._after_step)
+
+    def _refuse_again(self, target: Any, method: str) -> None:
+        if any(target is each for each in (*self._others, *self._prepared)):
+            message = f"{method} was given {shown(target)} that the loop has already; give each object once."
+            raise LoopError(message, key=method)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -117,8 +141,6 @@ class Kept:
         modules = self.modules()
         return weights_sha256(*(modules[name].state_dict() for name in sorted(modules)))
 
-    # Gradients that are accumulated over several turns of the body are in no checkpoint.
-
     def begin_turn(self) -> None:
         """Note that a turn of the body begins."""
         self._stepped.clear()
@@ -131,18 +153,24 @@ class Kept:
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepped.add(id(optimizer))
         # An optimizer leaves the gradients that it has used where they are, until they are set to zero.
-        self._applied[id(optimizer)] = _marks(_gradients(optimizer))
+        for parameter in _parameters(optimizer):
+            if (gradient := parameter.grad) is not None:
+                setattr(gradient, _USED, gradient._version)  # noqa: SLF001  # as in _marks
 
-    def has_pending_gradients(self) -> bool:
-        """Whether some gradient was computed after its optimizer's last step, so that a save must wait."""
-        return any(map(self._is_pending, self.optimizers))
-
-    def _is_pending(self, optimizer: Optimizer) -> bool:
-        if id(optimizer) in self._stepped:  # what came after the step is of another loss, as in adversarial training
+    def cannot_save_gradients(self, collectives: Collectives) -> bool:
+        """Whether some gradients wait for their optimizer that differ between ranks, or are sparse; a collective."""
+        # What comes after a step is of another loss, as in adversarial training.
+        waiting = [each for each in self.optimizers if id(each) not in self._stepped]
+        gradients = [each.grad for optimizer in waiting for each in _parameters(optimizer) if each.grad is not None]
+        if any(each.is_sparse and _is_unused(each) for each in gradients):
+            state = _SPARSE
+        elif collectives.world.world_size == 1:
             return False
-        gradients = list(_gradients(optimizer))
-        is_used = self._applied.get(id(optimizer)) == _marks(gradients)
-        return not is_used and any(bool(each.any()) for each in gradients)
+        else:
+            unused = {str(place): each for place, each in enumerate(gradients) if _is_unused(each)}
+            state = weights_sha256(unused)
+        found = {*collectives.gather(state)}
+        return found == {_SPARSE} or len(found) > 1
 
     # What was not given
 
@@ -154,13 +182,6 @@ class Kept:
         """Return the classes of what has changed since and is not kept; asked once."""
         unseen, self._unseen = self._unseen, None
         return [] if unseen is None else unseen.changed()
-
-
-def bare_module(target: Any) -> Any:
-    """Return a module without the wrappers of data parallelism and compilation."""
-    while isinstance(target, Replica):
-        target = target.module
-    return getattr(target, "_orig_mod", target)
 
 
 def _settle_buckets(replica: Replica) -> None:
@@ -185,12 +206,27 @@ def _settle_buckets(replica: Replica) -> None:
 
 def _component(target: Any) -> Component:
     if isinstance(target, Optimizer):
-        return OptimizerComponent(target)
+        return _Optimizer(target)
     return target if isinstance(target, nn.Module) else _Object(target)
 
 
-def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    return (each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None)
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _unused_gradients(optimizer: Optimizer) -> dict[int, torch.Tensor | None]:
+    """Return what was computed after the last step, by the number of the parameter.
+
+    None stands for zeros, and for what the step has used and the program sets to zero before it computes more: to an
+    optimizer, this differs from a parameter without a gradient.
+    """
+    gradients = {number: each.grad for number, each in enumerate(_parameters(optimizer))}
+    dense = {number: each for number, each in gradients.items() if each is not None and not each.is_sparse}
+    return {number: each if _is_unused(each) else None for number, each in dense.items()}
+
+
+def _is_unused(gradient: torch.Tensor) -> bool:
+    return getattr(gradient, _USED, None) != gradient._version and bool(gradient.any())  # noqa: SLF001  # as in _marks
 
 
 def _marks(tensors: Any) -> _Marks:

@@ -77,6 +77,7 @@ class Loop:
         from paceline.plugins.loading import loading
 
         with loading():
+            from paceline.parsing.arguments import folder, whole
             from paceline.data.objects.keyed import seed_generators
             from paceline.data.objects.samples import take_apart
             from paceline.loop.kept import Kept
@@ -84,23 +85,23 @@ class Loop:
             from paceline.loop.turns import Turns
 
         given = Given(
-            run_dir=Path(run_dir).expanduser(),
+            run_dir=folder("run_dir", run_dir, error=LoopError),
             data=dataset,
-            batch_size=batch_size,
+            batch_size=whole("batch_size", batch_size, 1, error=LoopError),
             epochs=epochs,
-            seed=seed,
-            workers=workers,
+            seed=whole("seed", seed, error=LoopError),
+            workers=whole("workers", workers, error=LoopError),
             collate=collate,
             checkpoint_every=checkpoint_every,
             device=device,
-            overrides=overrides or {},
+            overrides={} if overrides is None else overrides,
         )
         self._subject = LoopSubject(given)
         self._kept, self._take_apart = Kept(), take_apart
         self._turns = Turns(self._subject, self._kept)
         self._has_begun = False
         self._held_out: dict[int, Any] = {}
-        seed_generators(seed, domain="training")  # for the weights that the program makes now
+        seed_generators(given.seed, domain="training")  # for the weights that the program makes now
 
     @property
     def rank(self) -> int:
@@ -124,8 +125,8 @@ class Loop:
 
     @property
     def _position(self) -> int:
-        """The current step, from 1."""
-        return self._turns.run.progress.position + 1 if self._has_begun else 1
+        """The current step, from 1; the last one after the loop."""
+        return min(self._turns.run.progress.position + 1, self.total_steps) if self._has_begun else 1
 
     @overload
     def prepare(self, module: T, /) -> T: ...
@@ -202,18 +203,21 @@ class Loop:
             every: ``"1 epoch"``, ``"500 steps"``, ``"10000 samples"`` or ``"10%"`` of the run.
 
         Raises:
-            LoopError: If it is no such duration.
+            LoopError: If it is no such duration, or outside of the body.
         """
+        self._refuse_outside("due")
         plan = self._subject.plan
         try:
             steps = plan.epochs.steps_in(Duration.parse(every), plan.total_steps)
         except ValueError as error:
-            raise LoopError(f"due: {error}.", value=every) from None
+            raise LoopError(f"due: {error}.", key="due", value=every) from None
         if steps < 1:
-            raise LoopError(f"due('{every}') is less than one step; give at least '1 step'.", value=every)
+            raise LoopError(f"due('{every}') is less than one step; give at least '1 step'.", key="due", value=every)
         return self._position == plan.total_steps or self._position % steps == 0
 
-    def evaluation(self, held_out: Any, *, name: str = "validation") -> AbstractContextManager[Scores]:
+    def evaluation(
+        self, held_out: Any, *, name: str = "validation", highest: str | None = None, lowest: str | None = None
+    ) -> AbstractContextManager[Scores]:
         """Score held-out samples: each once, exact over any number of ranks, and recorded with this step.
 
         Inside, prepared modules are in evaluation mode and no gradients are computed; modes and random states are
@@ -227,14 +231,21 @@ class Loop:
         Args:
             held_out: As ``dataset``.
             name: What the records call it; other names than ``validation`` prefix its values in the summary.
+            highest: The value whose highest result is the best: the checkpoint at the end of that step is kept, for
+                :meth:`load_best`. Evaluate after the optimizer has stepped.
+            lowest: Likewise, with the lowest.
 
         Raises:
-            LoopError: Inside another evaluation, or outside of the body.
+            LoopError: Inside another evaluation, outside of the body, or if both are given.
             DataError: If there are no samples.
         """
         if self._turns.phase == "evaluation":
             raise LoopError("an evaluation cannot begin inside another; end the first one before.")
         self._refuse_outside("evaluation")
+        if not (name and isinstance(name, str)):
+            raise LoopError(f"evaluation has name={name!r}; give text.", key="name", value=name)
+        if highest is not None and lowest is not None:
+            raise LoopError(f"evaluation has highest={highest} and lowest={lowest}; leave one out.", key="highest")
         if id(held_out) not in self._held_out:
             from torch.utils.data import DataLoader
 
@@ -242,12 +253,26 @@ class Loop:
             samples = self._take_apart(held_out, "held_out", collate)
             # The object is held, so that no other one gets its id.
             self._held_out[id(held_out)] = held_out, self._subject.open_source(samples, training=False)
-        return self._turns.evaluate(self._held_out[id(held_out)][1], name)
+        return self._turns.evaluate(self._held_out[id(held_out)][1], name, highest=highest, lowest=lowest)
+
+    def load_best(self) -> int:
+        """After the loop, load the weights of the best evaluation into all kept modules; every rank must call this.
+
+        Returns:
+            The step of that evaluation.
+
+        Raises:
+            LoopError: Before the loop has ended, or if no evaluation has ``highest`` or ``lowest``.
+        """
+        if self._turns.phase != "over":
+            raise LoopError("load_best comes after the loop; move it there.", key="load_best")
+        return self._turns.load_best()
 
     def _refuse_late(self, method: str) -> None:
         if self._has_begun:
-            raise LoopError(f"{method} comes before the loop: the state to go on from is loaded where it begins.")
+            message = f"{method} comes before the loop, where the state to go on from is loaded; move it there."
+            raise LoopError(message, key=method)
 
     def _refuse_outside(self, method: str) -> None:
         if self._turns.phase not in ("body", "evaluation"):
-            raise LoopError(f"{method} belongs in the body of the loop; move it there.")
+            raise LoopError(f"{method} belongs in the body of the loop; move it there.", key=method)

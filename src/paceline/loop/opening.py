@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import shlex
 import sys
@@ -11,10 +12,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 
+from paceline.parsing.arguments import shown
 from paceline.data.batch import Nested
 from paceline.data.loaders.pytorch import LoaderBackend
 from paceline.data.objects.keyed import KeyedReader
@@ -24,7 +26,7 @@ from paceline.data.order import StepGeometry
 from paceline.distributed.collectives import leave
 from paceline.distributed.device import check_communication, choose_device, describe_machine
 from paceline.distributed.environment import LaunchEnvironment, read_launch
-from paceline.errors import LoopError, RunDirectoryError
+from paceline.errors import LoopError, RecipeError, RunDirectoryError, did_you_mean
 from paceline.host.world import COMMAND_VARIABLE, World
 from paceline.plan import DataFacts, Plan, make
 from paceline.recipe.load import OWN_LOOP, LoadedRecipe, load_recipe
@@ -40,6 +42,25 @@ _SETTINGS = (
     *("checkpoint.mirror_wait", "parallel.backend", "parallel.timeout"),
     *("telemetry.log_every", "telemetry.trackers", "telemetry.report"),
 )
+# Recipe keys that are arguments here.
+_ARGUMENTS = {
+    "data.workers": "workers",
+    "checkpoint.every": "checkpoint_every",
+    "parallel.device": "device",
+    "train.duration": "epochs",
+}
+
+
+@contextmanager
+def _naming_arguments() -> Iterator[None]:
+    """Name arguments in an error, instead of recipe keys."""
+    try:
+        yield
+    except RecipeError as error:
+        key = str(error.key)
+        name = _ARGUMENTS.get(key, key)
+        message = str(error).removeprefix("the defaults: ").replace(key, name, 1)
+        raise LoopError(message, key=name, value=error.value, rule=error.rule) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,28 +78,45 @@ class Given:
     device: str
     overrides: Mapping[str, Any]
 
+    def _check(self) -> None:
+        given: Any = self  # whatever their types should be
+        is_number = isinstance(given.epochs, SupportsFloat) and not isinstance(given.epochs, bool)
+        if not is_number or not 0 < float(given.epochs) < math.inf:
+            message = f"epochs is {shown(given.epochs)}; give a number above 0."
+            raise LoopError(message, key="epochs", value=given.epochs)
+        if given.collate is not None and not callable(given.collate):
+            message = f"collate is {shown(given.collate)}; give a function from a list of samples to a batch."
+            raise LoopError(message, key="collate", value=given.collate)
+        if not isinstance(given.overrides, Mapping):
+            message = f"overrides is {shown(given.overrides)}; give a dict of recipe keys and values."
+            raise LoopError(message, key="overrides", value=given.overrides)
+        for key, value in given.overrides.items():
+            if key not in _SETTINGS:
+                raise LoopError(
+                    f"overrides: found {key}, which is unknown or which your own loop decides; known are "
+                    f"{', '.join(_SETTINGS)}.{did_you_mean(str(key), _SETTINGS, count=1)}",
+                    key=str(key),
+                    value=value,
+                )
+
     def recipe(self) -> LoadedRecipe:
         """Return them as a recipe.
 
         Raises:
-            LoopError: For a setting that a program's own loop decides.
-            RecipeError: For a value that cannot be used.
+            LoopError: For a value that cannot be used, or a setting that a program's own loop decides.
         """
-        if other := [key for key in self.overrides if key not in _SETTINGS]:
-            raise LoopError(
-                f"overrides: found {other[0]}, which your own loop decides; known are {', '.join(_SETTINGS)}.",
-                key=other[0],
-            )
+        self._check()
         keys = {
             "task": OWN_LOOP,
             "seed": self.seed,
             "batch.global_size": self.batch_size,
-            "train.duration": f"{self.epochs} epochs",
+            "train.duration": f"{float(self.epochs)} epochs",
             "data.workers": self.workers,
-            "checkpoint.every": self.checkpoint_every,
-            "parallel.device": self.device,
+            "checkpoint.every": str(self.checkpoint_every),
+            "parallel.device": str(self.device),
         }
-        loaded = load_recipe(None, {**keys, **self.overrides})
+        with _naming_arguments():
+            loaded = load_recipe(None, {**keys, **self.overrides})
         origins = {key: origin for key, origin in loaded.origins.items() if key in self.overrides}
         return replace(loaded, name=self.run_dir.name, origins=origins)
 
@@ -177,12 +215,13 @@ class LoopSubject(Subject):
     def _planned(self, samples: Samples) -> Plan:
         size, ranks = self.given.batch_size, self.world.world_size
         facts = {"task": OWN_LOOP, "samples": type(self.given.data).__name__, "workers": self.workers}
-        plan = make(
-            self.recipe,
-            world=World(),  # the ranks' shares of a step need not be equal
-            data=DataFacts(train_samples=len(samples), evaluation_samples=0, description=facts),
-            machine=describe_machine(self.device, processes=self.world.local_world_size),
-        )
+        with _naming_arguments():
+            plan = make(
+                self.recipe,
+                world=World(),  # the ranks' shares of a step need not be equal
+                data=DataFacts(train_samples=len(samples), evaluation_samples=0, description=facts),
+                machine=describe_machine(self.device, processes=self.world.local_world_size),
+            )
         return replace(
             plan,
             world_size=ranks,

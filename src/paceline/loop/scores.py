@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import nn
 
+from paceline.parsing.arguments import tensor
 from paceline.data.batch import Batch
 from paceline.distributed.collectives import Collectives
 from paceline.errors import LoopError
 from paceline.loop.kept import Replica
 from paceline.metrics.accumulator import Accumulator, Metric
+from paceline.records.events import EvaluationEvent
+
+# Names in the records of an evaluation, and in the summary.
+_RESERVED = {each.name for each in fields(EvaluationEvent)} | {"event", "last", "best"}
 
 
 @dataclass(kw_only=True)
@@ -56,7 +61,9 @@ class Scores:
             raise LoopError("scores.add belongs inside `for batch in scores`; move it there.")
         count = len(self._batch.ids)
         for name, given in values.items():
-            value = torch.as_tensor(given, device=self.device).detach().reshape(-1)
+            if name in _RESERVED or not name.isidentifier():
+                raise LoopError(f"scores.add({name}=…): evaluation records use that name; choose another.", key=name)
+            value = tensor(name, given, self.device, error=LoopError).reshape(-1)
             if len(value) != count or name in self._given:
                 found = "a second time" if name in self._given else f"{len(value)} value(s)"
                 raise LoopError(
@@ -68,11 +75,14 @@ class Scores:
             self._given.add(name)
             self._sums.setdefault(name, Accumulator((Metric(name=name),), self.device)).add({name: value})
 
-    def finish(self) -> None:
+    def finish(self, best: str | None) -> None:
         """Combine the values of all ranks; a collective.
 
+        Args:
+            best: The value that tells which evaluation is the best.
+
         Raises:
-            LoopError: If some sample has no value.
+            LoopError: If some sample has no value, or all have no such value.
         """
         parts = self.collectives.gather({name: each.rows() for name, each in self._sums.items()})
         for name in dict.fromkeys(name for part in parts for name in part):
@@ -87,6 +97,9 @@ class Scores:
             self.results |= results
         if not self.results:
             raise LoopError("the evaluation has no values; call scores.add(name=…) for every batch.")
+        if best is not None and best not in self.results:
+            message = f"the evaluation has no {best}, which tells the best one; it has {', '.join(self.results)}."
+            raise LoopError(message, key=best)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import os
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.parsing.arguments import tensor
 from paceline.checkpoint.manifest import read_components
-from paceline.checkpoint.publish import BackgroundWriter, Cadence, Publisher, job_end_time
+from paceline.checkpoint.publish import BackgroundWriter
 from paceline.checkpoint.state import Registry
-from paceline.checkpoint.store import CheckpointStore
+from paceline.checkpoint.store import CheckpointStore, checkpoint_name
 from paceline.data.batch import Batch, mapped
 from paceline.data.loaders.pytorch import explain_worker_deaths
 from paceline.data.objects.keyed import seed_generators
@@ -31,25 +32,25 @@ from paceline.errors import CheckpointError, LoopError, RunDirectoryError, Stopp
 from paceline.loop.kept import Kept
 from paceline.loop.opening import LoopSubject, SampleStream
 from paceline.loop.scores import Scores, modes_restored
+from paceline.metrics.accumulator import Metric
 from paceline.parsing.units import counted, format_count
-from paceline.records.events import EvaluationEvent, StartEvent, Status, StepEvent, StopEvent
+from paceline.records.events import EvaluationEvent, Status, StepEvent, StopEvent
 from paceline.records.ledger import LedgerWriter, ledger_path
 from paceline.records.run_directory import write_json
 from paceline.telemetry.clock import build_step_clock
 from paceline.telemetry.display import RunProgress
 from paceline.telemetry.meter import PHASES
-from paceline.trainer.build import build_recorder
-from paceline.trainer.nonfinite import check_loss
+from paceline.trainer.build import build_publisher, build_recorder
+from paceline.trainer.nonfinite import check_loss, check_outcome, check_results
 from paceline.trainer.process_settings import StopRequest, restore_random_states
 from paceline.trainer.saved_run import SavedRun
 from paceline.trainer.saving import finish_mirroring, finish_saving, restore, save_checkpoint
 from paceline.trainer.step_stats import Progress, Window
-from paceline.trainer.train import wait_for_save, write_pages, write_summary
-from paceline.version import __version__
+from paceline.trainer.train import record_end, record_failure, record_start, write_pages
 
 # What the body does in a step is its own affair: the clock sees only what is around it.
 _UNSEEN = frozenset({"forward", "backward", "communication", "optimizer", "ema"})
-_MOST_WAITING = 100  # turns that a save waits for accumulated gradients
+_MOST_WAITING = 100  # turns that a save waits for gradients that differ between ranks
 _AGREED_LATE = 1  # turns
 
 
@@ -119,8 +120,8 @@ class Turns:
         self._batch: Batch | None = None
         self._loss: torch.Tensor | None = None
         self._logged: dict[str, torch.Tensor] = {}
-        self._evaluations: list[EvaluationEvent] = []
-        self._sources: dict[int, SampleStream] = {}
+        self._evaluations: list[tuple[EvaluationEvent, dict[str, float], Metric | None]] = []
+        self._not_finite: set[str] = set()
         self._wanted, self._waited = ControlFlags(), 0
 
     def take(self) -> Iterator[tuple[int, Any]]:
@@ -178,7 +179,7 @@ class Turns:
             stop=StopRequest(),
             components=Registry(),
             writer=BackgroundWriter(),
-            publisher=_publisher(subject),
+            publisher=build_publisher(subject, {}, {}),
             mirroring=subject.mirroring,
             kept=kept,
         )
@@ -194,20 +195,7 @@ class Turns:
         self.votes = Votes(run.collectives)
         restore(run, subject.decision.choice, resumes=subject.decision.resumes)
         plan = run.plan
-        run.recorder.write(
-            StartEvent(
-                **run.progress.here,
-                recipe=subject.loaded.name,
-                world_size=plan.world_size,
-                total_steps=plan.total_steps,
-                version=__version__,
-                details={
-                    "run": run.identity,
-                    "opening_seconds": run.progress.launch_seconds,
-                    "log_every": None if "log" in plan.moments else plan.log_every_steps,
-                },
-            )
-        )
+        record_start(run, subject.loaded.name)
         if subject.impurity:
             message = f"{subject.impurity}: after a resume, the samples are not the same as without a stop."
             self._say("impure_data", message)
@@ -273,16 +261,10 @@ class Turns:
         """End the step; returns why the loop ends, or an empty string."""
         run, plan, progress = self.run, self.run.plan, self.run.progress
         self._count()
-        run.clock.end_step(plan.step_samples(progress.position - 1))
-        run.display.advance(progress.step)
-        if run.due("log"):
-            self._write_step()
-        for evaluation in self._evaluations:
-            run.recorder.write(evaluation)
-        self._evaluations.clear()
         # A vote that was cast before the last save asks for that one.
         is_new = run.saved_position < 0 or progress.position - run.saved_position > _AGREED_LATE
-        saves = run.due("checkpoint") or (agreed.save and is_new)
+        found_best = run.best is not None and progress.best["position"] == progress.position
+        saves = run.due("checkpoint") or (agreed.save and is_new) or found_best
         self._wanted = ControlFlags(stop=self._wanted.stop or agreed.stop, save=self._wanted.save or saves)
         is_over = progress.position >= plan.total_steps
         if is_over or (any(self._wanted) and not self._waits()):
@@ -292,18 +274,27 @@ class Turns:
 
     def _count(self) -> None:
         assert self._batch is not None
-        self.run.window.add(self._loss, self._batch)
-        self.run.window.end_step(stepped=True)
-        self.run.progress.advance(stepped=True)
+        run, progress = self.run, self.run.progress
+        run.window.add(self._loss, self._batch)
+        run.window.end_step(stepped=True)
+        progress.advance(stepped=True)
         self._batch = self._loss = None
+        run.clock.end_step(run.plan.step_samples(progress.position - 1))
+        run.display.advance(progress.step)
+        if run.due("log"):
+            self._write_step()
+        for each in self._evaluations:
+            self._record(*each)
+        self._evaluations.clear()
 
     def _waits(self) -> bool:
-        """Whether to save later, because the gradients of this turn are not applied yet."""
-        if not self.kept.has_pending_gradients():
+        """Whether to save later, because gradients wait for their optimizer that cannot be saved."""
+        if not self.kept.cannot_save_gradients(self.run.collectives):
             return False
         self._waited += 1
         if self._waited == _MOST_WAITING:
-            message = f"gradients have waited {_MOST_WAITING} steps for their optimizer; a resumed run loses them."
+            message = f"gradients that are sparse, or differ between ranks, have waited {_MOST_WAITING} steps for their"
+            message += " optimizer, and a resumed run loses them; call optimizer.step() more often."
             self._say("pending_gradients", message)
         return self._waited < _MOST_WAITING
 
@@ -324,11 +315,12 @@ class Turns:
     def log(self, values: Mapping[str, Any]) -> None:
         """Record numbers of this step; the caller has checked their names."""
         for name, given in values.items():
-            value = torch.as_tensor(given).detach()
+            value = tensor(name, given, error=LoopError)
             if value.numel() != 1:
                 raise LoopError(
                     f"log({name}=…) takes one number, found a tensor of shape {list(value.shape)}; log its mean.",
                     key=name,
+                    value=list(value.shape),
                 )
             if name == "loss":
                 self._loss = value.reshape(()).float()
@@ -345,6 +337,7 @@ class Turns:
             run.collectives.on_rank_zero(partial(run.directory.check_in_place, before_saving=False))
             timings = run.clock.drain()
             totals = run.window.drain()
+            self._check_logged(totals.logged)
             norm = totals.logged.pop("grad_norm", None)
             rates = [each.param_groups[0]["lr"] for each in self.kept.optimizers]
             run.recorder.write(
@@ -364,9 +357,29 @@ class Turns:
             run.recorder.flush()
         check_loss(totals.loss, run.recorder, run.last_good)
 
+    def _check_logged(self, logged: Mapping[str, float]) -> None:
+        wrong = {name: each for name, each in logged.items() if not math.isfinite(each)}
+        for name in wrong.keys() - self._not_finite:
+            message = f"the mean of {name} was {wrong[name]} by step {self.run.progress.step}; look at what you log."
+            self._say("nonfinite_metric", message)
+        self._not_finite |= wrong.keys()
+
+    def _record(self, evaluation: EvaluationEvent, found: dict[str, float], chosen_by: Metric | None) -> None:
+        run, progress, split = self.run, self.run.progress, evaluation.split
+        run.recorder.write(evaluation)
+        prefix = "" if split == "validation" else f"{split}_"
+        named = {f"{prefix}{key}": value for key, value in found.items()}
+        results = {"model": progress.last.get("model", {}) | named}
+        if chosen_by is not None:
+            progress.take_results({"model": found}, chosen_by)
+        progress.last = results
+        check_results(None, results, run.recorder)
+
     @contextlib.contextmanager
-    def evaluate(self, source: SampleStream, name: str) -> Iterator[Scores]:
+    def evaluate(self, source: SampleStream, name: str, *, highest: str | None, lowest: str | None) -> Iterator[Scores]:
         """Score held-out samples; the record follows that of the step."""
+        best = lowest if highest is None else highest
+        chosen_by = None if best is None else Metric(name=best, higher_is_better=highest is not None)
         run, samples, started = self.run, len(source.samples), time.perf_counter()
         modules, position = self.kept.modules(), run.progress.position + 1
         self.phase = "evaluation"
@@ -382,24 +395,35 @@ class Turns:
                 )
                 with modes_restored(modules, self.kept.replicas):
                     yield scores
-                scores.finish()
+                scores.finish(best)
         finally:
             self.phase = "body"
-        self._evaluations.append(
-            EvaluationEvent(
-                step=run.progress.step + 1,
-                position=position,
-                epoch=run.plan.epoch_of(position - 1) + 1,
-                split=name,
-                weights="model",
-                samples=samples,
-                seconds=time.perf_counter() - started,
-                metrics=scores.results,
-            )
+        event = EvaluationEvent(
+            step=run.progress.step + 1,
+            position=position,
+            epoch=run.plan.epoch_of(position - 1) + 1,
+            split=name,
+            weights="model",
+            samples=samples,
+            seconds=time.perf_counter() - started,
+            metrics=scores.results,
         )
-        prefix = "" if name == "validation" else f"{name}_"
-        last = run.progress.last.get("model", {})
-        run.progress.last = {"model": last | {f"{prefix}{key}": value for key, value in scores.results.items()}}
+        self._evaluations.append((event, scores.results, chosen_by))
+
+    def load_best(self) -> int:
+        """Load the weights of the best evaluation into the kept modules; returns its step. A collective.
+
+        Raises:
+            LoopError: If none was the best.
+        """
+        store, modules = CheckpointStore(self.run.directory.checkpoints), self.kept.modules()
+        best = self.run.collectives.on_rank_zero(store.read_best)
+        if best is None:
+            raise LoopError("load_best: no evaluation is the best; give evaluation(…) highest= or lowest=.")
+        states = read_components(store.directory / checkpoint_name(best.step), list(modules))
+        for name, module in modules.items():
+            module.load_state_dict(states[name])
+        return best.step
 
     # Ending
 
@@ -409,14 +433,13 @@ class Turns:
         try:
             finish_saving(run)
             finish_mirroring(run)
-            if status == "stopped":
+            if status == "completed":
+                check_outcome(None, run.recorder, run.last_good)
+            else:
                 reason = run.stop.signal_name or "another process was asked"
                 run.recorder.write(StopEvent(**run.progress.here, reason="break" if ending == "break" else reason))
             self.votes.finish()
-            run.recorder.flush(durable=True)
-            run.collectives.on_rank_zero(run.directory.check_in_place)
-            run.collectives.barrier()
-            run.collectives.on_rank_zero(lambda: write_summary(run, status, ending, {"model": self.kept.sha256()}))
+            record_end(run, status, ending, self._digest)
         except (RunDirectoryError, CheckpointError) as error:
             # What was asked for was right, and then the disk failed.
             raise TrainingError(str(error)) from error
@@ -450,35 +473,15 @@ class Turns:
 
     def _fail(self, error: BaseException) -> None:
         run = self.run
-        wait_for_save(run, error, self.subject.lock)
-        with contextlib.suppress(Exception):  # the error under way matters more
-            if run.world.is_first:
-                run.recorder.flush()
-                sha256 = {"model": self.kept.sha256()}
-                write_summary(run, "failed", "error", sha256, message=f"{type(error).__name__}: {error}")
-        with contextlib.suppress(Exception):
-            run.recorder.close()
-        write_pages(run, self.subject.options.report)
+        record_failure(run, error, self.subject, self._digest)
         run.display.close()
         self.subject.__exit__(type(error), error, error.__traceback__)
+
+    def _digest(self) -> dict[str, str]:
+        return {"model": self.kept.sha256()}
 
 
 def _left_on_purpose(frame: FrameType | None) -> bool:
     """Whether a frame is at a ``break`` or ``return``, which drops the loop's iterator; not at a call that failed."""
     name = "" if frame is None or frame.f_lasti < 0 else dis.opname[frame.f_code.co_code[frame.f_lasti]]
     return name in ("POP_TOP", "POP_ITER")
-
-
-def _publisher(subject: LoopSubject) -> Publisher:
-    directory, recipe = subject.directory, subject.recipe
-    return Publisher(
-        store=CheckpointStore(directory.checkpoints),
-        directory=directory,
-        recipe=recipe,
-        facts={"version": __version__, "run": subject.decision.identity},
-        file_metadata={"paceline": "1"},
-        cadence=Cadence(recipe.checkpoint, end_time=job_end_time(os.environ)),
-        patience_seconds=recipe.parallel.timeout.seconds,
-        needed=tuple if subject.mirroring is None else subject.mirroring.needed,
-        subscribers=() if subject.mirroring is None else (subject.mirroring.submit,),
-    )

@@ -110,7 +110,7 @@ def build_run(subject: Subject) -> Run:
         stop=subject.stop,
         components=Registry(),
         writer=BackgroundWriter(),
-        publisher=_publisher(subject),
+        publisher=build_publisher(subject, {"recipe_sha256": recipe_digest(recipe)}, _describe_weights(subject)),
         mirroring=subject.mirroring,
         utilisation=find_utilisation(subject) if subject.world.is_first else None,
     )
@@ -127,21 +127,32 @@ def build_run(subject: Subject) -> Run:
     return run
 
 
-def _publisher(subject: Subject) -> Publisher:
-    recipe, plan, directory = subject.recipe, subject.plan, subject.directory
+def _describe_weights(subject: Subject) -> dict[str, str]:
+    """Return the metadata that a weights file needs so that it can be evaluated and used without its run."""
+    plan = subject.plan
+    return {
+        "recipe": json.dumps(to_tree(subject.recipe)),
+        "data": json.dumps({**plan.data, **subject.task.description()}, default=json_value),
+        "precision": plan.precision,
+        **({} if plan.network_config is None else {"network_config": json.dumps(plan.network_config)}),
+    }
+
+
+def build_publisher(subject: Subject, facts: Mapping[str, str], file_metadata: Mapping[str, str]) -> Publisher:
+    """Return the publisher of a run's checkpoints.
+
+    Args:
+        subject: The opened run.
+        facts: More facts for each manifest.
+        file_metadata: More metadata for each weights file.
+    """
+    recipe, directory = subject.recipe, subject.directory
     return Publisher(
         store=CheckpointStore(directory.checkpoints),
         directory=directory,
         recipe=recipe,
-        facts={"version": __version__, "run": subject.decision.identity, "recipe_sha256": recipe_digest(recipe)},
-        # Metadata that a weights file needs so that it can be evaluated and used without its run.
-        file_metadata={
-            "paceline": "1",
-            "recipe": json.dumps(to_tree(recipe)),
-            "data": json.dumps({**plan.data, **subject.task.description()}, default=json_value),
-            "precision": plan.precision,
-            **({} if plan.network_config is None else {"network_config": json.dumps(plan.network_config)}),
-        },
+        facts={"version": __version__, "run": subject.decision.identity, **facts},
+        file_metadata={"paceline": "1", **file_metadata},
         cadence=Cadence(recipe.checkpoint, end_time=job_end_time(os.environ)),
         patience_seconds=recipe.parallel.timeout.seconds,
         needed=tuple if subject.mirroring is None else subject.mirroring.needed,

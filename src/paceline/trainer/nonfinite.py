@@ -224,7 +224,7 @@ def check_state(models: Mapping[str, nn.Module], recorder: Recorder, last_good: 
                 raise _failure("nonfinite_weights", cause, recorder, last_good)
 
 
-def check_results(task: Task, results: Results, recorder: Recorder) -> None:
+def check_results(task: Task | None, results: Results, recorder: Recorder) -> None:
     """Record the first of the latest evaluations whose metrics are all non-finite; the run may recover."""
     wrong = _wrong_metrics(task, results)
     progress = recorder.progress
@@ -234,7 +234,7 @@ def check_results(task: Task, results: Results, recorder: Recorder) -> None:
         progress.nonfinite_since = progress.step if wrong else None
 
 
-def check_outcome(task: Task, recorder: Recorder, last_good: str) -> None:
+def check_outcome(task: Task | None, recorder: Recorder, last_good: str) -> None:
     """Refuse to mark a run as completed if its last evaluation is not finite, or if its weights never changed.
 
     Raises:
@@ -278,7 +278,7 @@ def _failure(incident: str, cause: str, recorder: Recorder, last_good: str) -> T
     return TrainingError(f"{cause}; {_REMEDY}. {last_good}")
 
 
-def _wrong_metrics(task: Task, results: Results) -> str:
+def _wrong_metrics(task: Task | None, results: Results) -> str:
     """Name what is not finite."""
     return " and ".join(
         f"the validation {name.replace('_', ' ')} ({weights} weights) is {values[name]}"
@@ -287,12 +287,12 @@ def _wrong_metrics(task: Task, results: Results) -> str:
     )
 
 
-def not_finite(task: Task, metrics: Mapping[str, float]) -> tuple[str, ...]:
+def not_finite(task: Task | None, metrics: Mapping[str, float]) -> tuple[str, ...]:
     """Return the names of the metrics that are infinite or nan.
 
     A collected metric may be nan, which means that it is undefined: the area under a curve of one class only.
     """
-    collected = {metric.name for metric in task.measured if metric.is_collected}
+    collected = {metric.name for metric in task.measured if metric.is_collected} if task else set()
     return tuple(
         name for name, value in metrics.items() if math.isinf(value) or (math.isnan(value) and name not in collected)
     )

@@ -6,7 +6,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -189,18 +189,7 @@ def _run(subject: Subject) -> TrainResult:
             _load_data(run)
             result = _train_to_end(run)
         except BaseException as error:
-            wait_for_save(run, error, subject.lock)
-            # The current error matters more than a repeated one from a failing disk.
-            with contextlib.suppress(Exception):
-                if run.world.is_first:
-                    message = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-                    run.recorder.flush()
-                    # Processes that would have to contribute their shards of the weights may be gone.
-                    sha256 = {} if run.is_sharded else digests(run)
-                    write_summary(run, "failed", "error", sha256, message=message)
-            with contextlib.suppress(Exception):
-                run.recorder.close()
-            write_pages(run, report)
+            record_failure(run, error, subject, lambda: digests(run))
             raise
         run.writer.close()
         run.recorder.close()
@@ -208,7 +197,24 @@ def _run(subject: Subject) -> TrainResult:
         return result
 
 
-def wait_for_save(run: SavedRun, error: BaseException, lock: RunLock | None) -> None:
+def record_failure(
+    run: SavedRun, error: BaseException, subject: Subject, digest: Callable[[], Mapping[str, str]]
+) -> None:
+    """Wait for a save in progress, and write the records of a run that an error ends."""
+    _wait_for_save(run, error, subject.lock)
+    # The current error matters more than a repeated one from a failing disk.
+    with contextlib.suppress(Exception):
+        if run.world.is_first:
+            message = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+            run.recorder.flush()
+            # Processes that would have to contribute their shards of the weights may be gone.
+            write_summary(run, "failed", "error", {} if run.is_sharded else digest(), message=message)
+    with contextlib.suppress(Exception):
+        run.recorder.close()
+    write_pages(run, subject.options.report)
+
+
+def _wait_for_save(run: SavedRun, error: BaseException, lock: RunLock | None) -> None:
     """Wait for a save of the last good state that is in progress when an error ends the run."""
     save = run.writer.pending
     if save is not None and not run.writer.is_over(within_seconds=_PATIENCE_SECONDS):
@@ -243,11 +249,7 @@ def _train_to_end(run: Run) -> TrainResult:
             check_outcome(run.task, run.recorder, run.last_good)
             if warning := divergence(run.window, run.progress.last):
                 run.recorder.incident("diverged", warning)
-        run.recorder.flush(durable=True)
-        run.collectives.on_rank_zero(run.directory.check_in_place)
-        run.collectives.barrier()
-        sha256 = digests(run) if run.is_sharded or run.world.is_first else {}
-        summary = run.collectives.on_rank_zero(lambda: write_summary(run, status, ending, sha256))
+        summary = record_end(run, status, ending, lambda: digests(run))
         return TrainResult(status=status, run_dir=run.directory.root, summary=summary)
     except ValueError as error:
         # The plan cannot foresee it if the other samples are unreadable, or if a module normalises by itself.
@@ -262,12 +264,22 @@ def _train_to_end(run: Run) -> TrainResult:
         raise TrainingError(str(error), path=error.path) from error
 
 
-def _log_start(run: Run, subject: Subject) -> None:
-    plan, loaded = run.plan, subject.loaded
+def record_end(run: SavedRun, status: Status, ending: str, digest: Callable[[], Mapping[str, str]]) -> Summary:
+    """Write the records of a run that is completed or stopped; a collective."""
+    run.recorder.flush(durable=True)
+    run.collectives.on_rank_zero(run.directory.check_in_place)
+    run.collectives.barrier()
+    sha256 = digest() if run.is_sharded or run.world.is_first else {}
+    return run.collectives.on_rank_zero(lambda: write_summary(run, status, ending, sha256))
+
+
+def record_start(run: SavedRun, name: str) -> None:
+    """Write the record that a run's launch begins with."""
+    plan = run.plan
     run.recorder.write(
         StartEvent(
             **run.progress.here,
-            recipe=loaded.name,
+            recipe=name,
             world_size=plan.world_size,
             total_steps=plan.total_steps,
             version=__version__,
@@ -278,6 +290,11 @@ def _log_start(run: Run, subject: Subject) -> None:
             },
         )
     )
+
+
+def _log_start(run: Run, subject: Subject) -> None:
+    plan, loaded = run.plan, subject.loaded
+    record_start(run, loaded.name)
     if run.utilisation is not None:
         run.recorder.write(run.utilisation.event(run.progress.here))
     if restarts := read_launch(os.environ).restarts:

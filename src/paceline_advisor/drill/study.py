@@ -17,6 +17,7 @@ from paceline.command import Log
 from paceline.errors import PacelineError, RecipeError, TrainingError, did_you_mean
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
+from paceline.recipe.load import OWN_LOOP
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline_advisor import Json, frozen, picked
@@ -166,6 +167,15 @@ def shortened(options: Drill) -> tuple[str, ...]:
     if options.steps < SHORTEST:
         raise RecipeError(f"--steps={options.steps}: a drill needs at least {SHORTEST} steps.")
     recipe = options.load().recipe
+    if recipe.task == OWN_LOOP:
+        raise RecipeError(
+            f"'{options.recipe}' is the run of a program with paceline.Loop, which chooses its directory and length "
+            "itself, so that a drill cannot repeat it; end the program with kill -9, run it again, and compare "
+            "weights_sha256 in summary.json with an undisturbed run.",
+            key="task",
+            value=OWN_LOOP,
+            path=options.recipe,
+        )
     short = [
         f"train.duration={options.steps} steps",
         "train.until=null",
