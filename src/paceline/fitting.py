@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import math
+import numbers
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.checkpoint.weights import load_trained, read_weights
+from paceline.checkpoint.weights import load_trained
 from paceline.data.objects.samples import take_apart
-from paceline.errors import CheckpointError, RecipeError
+from paceline.errors import PacelineError, RecipeError
 from paceline.optim.own import own_optimizer
 from paceline.plugins.references import trusting_code
-from paceline.recipe.load import Overrides, load_recipe
+from paceline.recipe.load import Overrides, load_recipe, override_pairs
 from paceline.tasks.given_objects import Objects, gather
+from paceline.tasks.object_checks import naming_samples
 from paceline.tasks.objects import Fit
+from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.result import TrainResult
 from paceline.training import train
 
@@ -28,15 +33,17 @@ _LR = 1e-3
 _BATCH = 64
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class FitResult(TrainResult):
-    """How a run of :func:`fit` ended.
+    """How a run of :func:`fit` ended."""
 
-    Attributes:
-        task: The task that the objects became.
-    """
-
-    task: Fit
+    @functools.cached_property
+    def task(self) -> Fit:
+        """The task that the objects became."""
+        assert self.make_task is not None
+        with trusting_code():  # the recipe names what was given, and nothing of it is imported
+            task = self.make_task(load_recipe(self.run_dir).recipe)
+        assert isinstance(task, Fit)
+        return task
 
     @functools.cached_property
     def model(self) -> nn.Module:
@@ -45,9 +52,10 @@ class FitResult(TrainResult):
         A network that was given as an object is that object.
         """
         given = self.task.objects.model
-        network = given if isinstance(given, nn.Module) else self.task.build_model()
-        load_trained(network, _best_weights(self.run_dir))
-        return network.cpu().eval()
+        if not isinstance(given, nn.Module):
+            return super().model
+        load_trained(given, self._saved())
+        return given.cpu().eval()
 
     def predict(self, data: Any, *, batch_size: int = 64) -> Any:
         """Return the network's outputs for samples, in their order, with or without targets.
@@ -57,6 +65,30 @@ class FitResult(TrainResult):
             batch_size: Samples for each call of the network.
         """
         return self.task.outputs(self.model, take_apart(data, "data", self.task.objects.train_set.collate), batch_size)
+
+    def export(self, output: str | Path, *, format: str = "safetensors") -> Path:  # noqa: A002  # as the command's
+        """Write the weights of :attr:`model` for other programs, and return the path.
+
+        Args:
+            output: The new file.
+            format: ``safetensors``, ``onnx`` or ``torch-export``; the last two are compared with the network.
+
+        Raises:
+            PacelineError: If the format cannot hold the network, or the file exists.
+        """
+        from paceline.inference.export import ExportRequest, export
+        from paceline.inference.formats import formats
+
+        if format not in formats():
+            raise RecipeError(
+                f"format is {format!r}; choose one of {', '.join(formats())}.", key="format", value=format
+            )
+        request = ExportRequest(
+            target=self.run_dir, output=Path(output), form=format, best=self._has_best, task=self.make_task
+        )
+        with trusting_code():
+            export(request)
+        return request.output
 
 
 def fit(
@@ -127,37 +159,32 @@ def fit(
     """
     parts = {"model": model, "train_set": train_set, "held_out": held_out, "collate": collate, "weights": weights}
     parts |= {"loss": loss, "optimizer": _own_optimizer(optimizer, model), "schedule": schedule}
-    objects = gather(**parts, metrics=_checked_metrics(metrics), schedule_interval=schedule_interval)
+    is_number = isinstance(epochs, numbers.Real) and not isinstance(epochs, bool)
+    if epochs is not None and not (is_number and 0 < epochs < math.inf):
+        raise RecipeError(f"epochs is {epochs!r}; give a number above 0.", key="epochs", value=epochs)
     chosen = _Overrides(overrides)
-    chosen.set("epochs", "train.duration", None if epochs is None else f"{epochs} epochs")
-    chosen.set("batch_size", "batch.global_size", batch_size, objects.train_set.batch_size or _BATCH)
-    chosen.set("seed", "seed", seed)
-    chosen.set("workers", "data.workers", None if workers == "auto" else workers)
-    chosen.set("optimizer", "optimizer.name", optimizer if isinstance(optimizer, str) else None)
-    _set_rate(chosen, objects, lr)
-    if schedule is None:
-        chosen.set("schedule", "schedule.name", None, "constant")
-    names = {key: _name(value) for key, value in (parts | {"optimizer": optimizer}).items() if value is not None}
-    if isinstance(optimizer, str):
-        del names["optimizer"]
-    names |= {f"metrics.{key}": _name(value) for key, value in objects.metrics.items()}
-    chosen.set("fit", "task", "fit")
-    chosen.set("fit", "objects", names)
-    make = functools.partial(Fit, objects=objects)
-    trained = train(
-        overrides=chosen.values,
-        run_dir=run_dir,
-        resume=resume,
-        task=make,
-        callbacks=callbacks,
-        processes=processes,
-        quiet=quiet,
-    )
-    with trusting_code():  # the recipe names what was given, and nothing of it is imported
-        task = make(load_recipe(trained.run_dir).recipe)
-    result = FitResult(**{each.name: getattr(trained, each.name) for each in fields(trained)}, task=task)
-    if isinstance(model, nn.Module):
-        result.model  # noqa: B018  # the object gets its weights, as with other trainers
+    with restore_random_states(None), chosen.naming_arguments():
+        objects = gather(**parts, metrics=_checked_metrics(metrics), schedule_interval=schedule_interval)
+        chosen.set("epochs", "train.duration", None if epochs is None else f"{epochs} epochs")
+        chosen.set("batch_size", "batch.global_size", batch_size, objects.train_set.batch_size or _BATCH)
+        chosen.set("seed", "seed", seed)
+        chosen.set("workers", "data.workers", None if workers == "auto" else workers)
+        chosen.set("optimizer", "optimizer.name", optimizer if isinstance(optimizer, str) else None)
+        _set_rate(chosen, objects, lr)
+        if schedule is None:
+            chosen.set("schedule", "schedule.name", None, "constant")
+        names = {key: _name(value) for key, value in (parts | {"optimizer": optimizer}).items() if value is not None}
+        if isinstance(optimizer, str):
+            del names["optimizer"]
+        names |= {f"metrics.{key}": _name(value) for key, value in objects.metrics.items()}
+        chosen.set("fit", "task", "fit")
+        chosen.set("fit", "objects", names)
+        options = {"run_dir": run_dir, "resume": resume, "callbacks": callbacks, "processes": processes, "quiet": quiet}
+        with naming_samples(objects):
+            trained = train(overrides=chosen.values, task=functools.partial(Fit, objects=objects), **options)
+        result = FitResult(**vars(trained))
+        if isinstance(model, nn.Module):
+            result.model  # noqa: B018  # the object gets its weights, as with other trainers
     return result
 
 
@@ -176,16 +203,36 @@ def _set_rate(chosen: _Overrides, objects: Objects, lr: float | None) -> None:
         chosen.set("optimizer", "optimizer.lr", _lr_of(own, objects.model))
 
 
+_WORDS = (
+    ("the defaults: ", ""),
+    ("of another recipe", "with other arguments"),
+    (", or repeat its own recipe: .*", ", or give the same again."),
+    ("the data of (.*) has changed since .* restore them", r"train_set or held_out of \1 was another; give it"),
+    ("another run directory", "another run_dir"),
+)
+
+
 class _Overrides:
     """Overrides by key; an argument and an override of the same key are refused."""
 
     def __init__(self, overrides: Overrides) -> None:
-        if isinstance(overrides, str):
-            raise RecipeError(f"overrides is the text {overrides!r}; give a dict, or a list of texts.", key="overrides")
-        if isinstance(overrides, Mapping):
-            self.values: dict[str, Any] = dict(overrides)
-        else:
-            self.values = dict(each.split("=", 1) for each in overrides)
+        self.values = dict(override_pairs(overrides))
+        self._arguments = {"data.path": "train_set", "digest": "train_set"}
+
+    @contextlib.contextmanager
+    def naming_arguments(self) -> Iterator[None]:
+        """Name arguments in the errors of the block, not the keys that they set."""
+        try:
+            yield
+        except PacelineError as error:
+            error.args = tuple(self._in_arguments(str(each)) for each in error.args)
+            error.key = self._arguments.get(error.key or "", error.key)
+            raise
+
+    def _in_arguments(self, text: str) -> str:
+        for recipe_words, words in _WORDS:
+            text = re.sub(recipe_words, words, text)
+        return re.sub(r"\b[a-z]+\.[a-z_]+\b", lambda key: self._arguments.get(key[0], key[0]), text)
 
     def set(self, argument: str, key: str, value: Any, default: Any = None) -> None:
         """Set a key, unless it has no value and the overrides set it.
@@ -195,6 +242,8 @@ class _Overrides:
         """
         if value is not None and key in self.values:
             raise RecipeError(f"{argument}={value} and overrides set {key}={self.values[key]}; leave one out.", key=key)
+        if key not in self.values:
+            self._arguments[key] = argument
         if value is not None or (default is not None and key not in self.values):
             self.values[key] = default if value is None else value
 
@@ -281,10 +330,3 @@ def _is_plain(module: nn.Module) -> bool:
         return False
     shapes = [{name: each.shape for name, each in one.state_dict().items()} for one in (plain, module)]
     return shapes[0] == shapes[1] and repr(plain) == repr(module)
-
-
-def _best_weights(run_dir: Path) -> Any:
-    try:
-        return read_weights(run_dir, best=True)
-    except CheckpointError:
-        return read_weights(run_dir)

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from signal import Signals
-from typing import IO
+from typing import IO, Any
 
+from paceline.checkpoint.store import step_of
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, StoppedError, TrainingError
 from paceline.host.processes import ProcessGroup, received_signals, without_rank_variables
@@ -28,7 +29,7 @@ from paceline.reports.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
 from paceline.trainer.carried import CARRIED_VARIABLE, Carried
 from paceline.trainer.listeners import Callbacks
-from paceline.trainer.process_settings import restore_torch_settings
+from paceline.trainer.process_settings import restore_random_states, restore_torch_settings
 from paceline.trainer.result import TrainResult
 from paceline.trainer.run_dir_checks import has_trained
 from paceline.trainer.subject import Options, TaskMaker
@@ -48,8 +49,8 @@ def train(
 ) -> TrainResult:
     """Train a recipe, or resume the run in ``run_dir``.
 
-    It joins the world of torchrun or Slurm, or else trains in this process. Signal handlers, and torch's number of
-    threads and settings of determinism and precision, are restored afterwards; torch's generator has been seeded.
+    It joins the world of torchrun or Slurm, or else trains in this process. Signal handlers, the generators of Python,
+    NumPy and torch, and torch's number of threads and settings of determinism and precision are restored afterwards.
 
     Args:
         recipe: A shipped recipe's name, the path of a YAML file, or your images: a folder of class folders or a table.
@@ -68,8 +69,7 @@ def train(
     Raises:
         PacelineError: For every mistake in the recipe, the data or the directory.
     """
-    if not isinstance(processes, int) or processes < 1:
-        raise RecipeError(f"processes is {processes!r}; give a whole number from 1.", key="processes", value=processes)
+    _check_arguments(processes=processes, run_dir=run_dir, resume=resume, callbacks=callbacks)
     if processes > 1 and read_launch(os.environ).world.world_size > 1:
         raise RecipeError(f"processes={processes}: this process is one of several already; leave processes out.")
     directory = None if run_dir is None else Path(os.path.expanduser(run_dir))
@@ -101,8 +101,28 @@ def train(
         loaded = replace(loaded, recipe=replace(loaded.recipe, train=replace(loaded.recipe.train, until=None)))
     if processes > 1:
         return _train_in_processes(loaded, options, processes, quiet=quiet)
-    with restore_torch_settings():
+    with restore_torch_settings(), restore_random_states(loaded.recipe.parallel.device):
         return replace(train_recipe(loaded, options), make_task=task)
+
+
+def _check_arguments(*, processes: Any, run_dir: Any, resume: Any, callbacks: Any) -> None:
+    """Refuse arguments of the wrong kind.
+
+    Raises:
+        RecipeError: Naming the first.
+    """
+    is_checkpoint = isinstance(resume, str | os.PathLike) and (
+        os.sep in str(resume) or resume in ("auto", "never") or step_of(Path(resume)) is not None
+    )
+    wrong: tuple[tuple[str, Any, bool, str], ...] = (
+        ("processes", processes, type(processes) is int and processes > 0, "a whole number from 1"),
+        ("run_dir", run_dir, run_dir is None or isinstance(run_dir, str | os.PathLike), "a path"),
+        ("resume", resume, is_checkpoint, "'auto', 'never' or the path of a checkpoint, RUN/checkpoints/step-…"),
+        ("callbacks", callbacks, callbacks is None or isinstance(callbacks, Sequence), "a list of objects"),
+    )
+    for key, value, is_right, rule in wrong:
+        if not is_right:
+            raise RecipeError(f"{key} is {value!r}; give {rule}.", key=key, value=value, rule=rule)
 
 
 def _write_report(directory: RunDirectory) -> None:

@@ -28,7 +28,7 @@ from paceline.inference.formats import formats
 from paceline.inference.program import InBfloat16, preprocessing, write_program
 from paceline.recipe.load import Overrides
 from paceline.tasks.exportable import Exportable
-from paceline.tasks.trained import open_exportable
+from paceline.tasks.trained import TaskMaker, open_exportable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class ExportRequest:
         quantize: ``int8``, ``bf16`` or None.
         overrides: Changes to the run's ``data`` section, for ``int8``, which calibrates on some of its images.
         trust_code: Whether to import code named in the weights' recipe.
+        task: Makes the task, instead of the one that the recipe names.
     """
 
     target: Path
@@ -54,6 +55,11 @@ class ExportRequest:
     quantize: str | None = None
     overrides: Overrides = ()
     trust_code: bool = False
+    task: TaskMaker | None = None
+
+    def opened(self, saved: SavedWeights) -> Exportable:
+        """Return the network of the weights with its inputs."""
+        return open_exportable(saved, trust_code=self.trust_code, target=self.form, task=self.task)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +144,7 @@ def write_safetensors(request: ExportRequest, saved: SavedWeights, path: Path) -
     # Without a wrapper's prefix; unchanged if the network cannot be built.
     if any(all(name.startswith(each) for name in state) for each in WRAPPERS):
         with contextlib.suppress(PacelineError):
-            network = open_exportable(saved, trust_code=request.trust_code, target="safetensors").network
+            network = request.opened(saved).network
             state = strip_wrapper_prefix(network.state_dict(), state)[0]
     write_tensors(path, state, file_metadata(saved, request))
 
@@ -161,7 +167,7 @@ def rounded(saved: SavedWeights) -> Mapping[str, Tensor]:
 
 def write_onnx_file(request: ExportRequest, saved: SavedWeights, path: Path) -> float | QuantizationResult:
     """Write a file for ONNX Runtime, and compare; quantise it if that was requested."""
-    exportable = open_exportable(saved, trust_code=request.trust_code, target="onnx")
+    exportable = request.opened(saved)
     metadata = _described(exportable, request)
     if request.quantize is None:
         return write_onnx(exportable.in_units, path, metadata)
@@ -176,7 +182,7 @@ def write_onnx_file(request: ExportRequest, saved: SavedWeights, path: Path) -> 
 
 def write_torch_export(request: ExportRequest, saved: SavedWeights, path: Path) -> float:
     """Write a program of torch.export, and compare."""
-    exportable = open_exportable(saved, trust_code=request.trust_code, target="torch-export")
+    exportable = request.opened(saved)
     if request.quantize is not None:
         exportable = replace(exportable, network=InBfloat16(exportable.network).eval())
     return write_program(exportable.in_units, path, _described(exportable, request))

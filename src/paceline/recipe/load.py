@@ -395,7 +395,7 @@ def _cause(error: yaml.YAMLError | UnicodeDecodeError | OSError) -> str:
 def _override_layer(overrides: Overrides, notices: list[str] | None = None) -> layers.Tree:
     """Return overrides as one layer."""
     merged: layers.Tree = {}
-    for dotted, value in _pairs(overrides):
+    for dotted, value in override_pairs(overrides):
         nested = reduce(lambda inner, key: layers.Entries({key: inner}), reversed(dotted.split(".")), value)
         layer = with_new_names(nested, notices)
         layers.check_known(layer, f"override '{dotted}'")
@@ -403,16 +403,24 @@ def _override_layer(overrides: Overrides, notices: list[str] | None = None) -> l
     return merged
 
 
-def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
+def override_pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
+    """Yield the dotted keys of overrides, with their values.
+
+    Raises:
+        RecipeError: If one is not KEY=VALUE.
+    """
     if isinstance(overrides, Mapping):
         yield from copy.deepcopy(dict(overrides)).items()  # layers are merged in place
         return
+    if isinstance(overrides, str) or not isinstance(overrides, Iterable):
+        message = f"overrides is {overrides!r}; give a dict, or a list of texts KEY=VALUE."
+        raise RecipeError(message, key="overrides", value=overrides, rule="a dict or a list")
     for text in overrides:
-        dotted, equals, value = text.partition("=")
+        dotted, equals, value = str(text).partition("=")
         if not equals or not dotted:
             folder = f"data.path={text}" if text and Path(text).is_dir() else "optimizer.lr=0.1"
             message = f"found '{text}', but an override is KEY=VALUE, for example {folder}."
-            raise RecipeError(message, value=text, rule="KEY=VALUE")
+            raise RecipeError(message, key="overrides", value=text, rule="KEY=VALUE")
         if dotted.count(".") >= MAX_DEPTH:
             message = f"override '{dotted[:40]}…': a key has at most {MAX_DEPTH} levels."
             raise RecipeError(message, key=dotted, value=value, rule=f"at most {MAX_DEPTH} levels")

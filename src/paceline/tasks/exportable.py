@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.weights import SavedWeights
+from paceline.data.batch import Nested
 from paceline.errors import ModelError, NotFiniteError
 from paceline.tasks.labelling import Outputs
 
@@ -162,3 +164,38 @@ def normalisation(data: Mapping[str, Any]) -> str:
     """Return the formula by which pixels are normalised, from a description of trained weights."""
     mean, std = (", ".join(f"{each:g}" for each in data[key]) for key in ("mean", "std"))
     return f"(value / 255 - mean) / std with mean {mean} and std {std}"
+
+
+def inputs_of(network: nn.Module, inputs: Nested, target: str) -> tuple[Input, ...]:
+    """Describe a batch's tensors in the order of the arguments of the network's ``forward``.
+
+    Args:
+        network: The network.
+        inputs: A tensor, several in order, or several by name.
+        target: Requested format, for the message.
+
+    Raises:
+        ModelError: If an exported network could not take them.
+    """
+    names = list(inspect.signature(network.forward).parameters)
+    listed = inputs if isinstance(inputs, tuple | list) else [inputs]
+    given = inputs if isinstance(inputs, dict) else dict(zip(names, listed, strict=False))
+    found = {name: given[name] for name in names[: len(given)] if isinstance(given.get(name), Tensor)}
+    wrong = [name for name, each in found.items() if each.dtype not in (torch.float32, torch.int64)]
+    if wrong or len(found) != (len(given) if isinstance(inputs, dict) else len(listed)):
+        raise ModelError(
+            f"the format {target} holds networks whose forward takes tensors of float32 or int64 in order, but forward "
+            f"takes {', '.join(names)}, and the samples have {', '.join(map(str, wrong or given))} otherwise; use "
+            "safetensors.",
+            key="format",
+            value=target,
+        )
+    return tuple(
+        Input(
+            name,
+            ("batch", *each.shape[1:]),
+            None if each.is_floating_point() else (int(each.max()) + 1,),
+            f"as in training, {str(each.dtype).removeprefix('torch.')}",
+        )
+        for name, each in found.items()
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
@@ -55,7 +56,8 @@ def named_objects(recipe: Recipe) -> Objects:
         if not is_reference(name):
             raise RecipeError(
                 f"this run's {key} is {name}, which no command can import; call paceline.fit again with the same "
-                "objects, or put it at the top of a module, where it or a function that makes it has a name.",
+                "objects, for its result's predict(data), evaluate() and export(path), or put it at the top of a "
+                "module, where it or a function that makes it has a name.",
                 key=f"objects.{key}",
                 value=name,
             )
@@ -182,10 +184,19 @@ def fingerprint(value: Any) -> str:
     """Return a digest of what code does, as far as can be seen: the layers of a module, or a function's code."""
     if isinstance(value, functools.partial):
         text = f"{fingerprint(value.func)} {value.args} {value.keywords}"
-    elif isinstance(value, FunctionType):
-        code = value.__code__
-        plain = [each for each in code.co_consts if not isinstance(each, CodeType)]
+    elif isinstance(value, FunctionType | CodeType):
+        code = value if isinstance(value, CodeType) else value.__code__
+        plain = [sorted(map(repr, each)) if isinstance(each, frozenset) else each for each in code.co_consts]
+        plain = [fingerprint(each) if isinstance(each, CodeType) else each for each in plain]
         text = f"{code.co_code.hex()} {code.co_names} {plain}"
+    elif isinstance(value, Mapping):
+        text = str({name: fingerprint(each) for name, each in value.items()})
+    elif isinstance(value, nn.Module):
+        text = repr(value)
+        if type(value).__module__.startswith("torch.") and not any(True for _ in value.parameters()):
+            plain = [f"{name}={each}" for name, each in vars(value).items() if isinstance(each, int | float | str)]
+            text += f"{plain} {value.state_dict()}"  # a loss's settings, and the weights of classes
     else:
-        text = repr(value) if isinstance(value, nn.Module | type) else type(value).__qualname__
+        text = (value if isinstance(value, type) else type(value)).__qualname__
+    text = re.sub(r" at 0x[0-9a-f]+", "", text)  # differs from process to process
     return hashlib.sha256(text.encode()).hexdigest()[:16]

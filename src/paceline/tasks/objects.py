@@ -8,21 +8,22 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from paceline.data.batch import Batch, Nested, identity, joined_along_samples, mapped
+from paceline.checkpoint.weights import SavedWeights
+from paceline.data.batch import Batch, Nested, identity, joined_along_samples, tensors_in
 from paceline.data.image.pipeline import ImagePipeline, OpenedSplit, share_of_cores
 from paceline.data.loaders.pytorch import LoaderBackend, ReadFailure
 from paceline.data.objects.keyed import KeyedReader
 from paceline.data.objects.purity import Reading, read_again
 from paceline.data.objects.samples import Samples
 from paceline.data.pipeline import Pipeline, Placement
-from paceline.data.slices import SampleSlice, SampleWeights, first_samples
+from paceline.data.slices import SampleSlice, SampleWeights, evenly_spaced, first_samples
 from paceline.errors import DataError, ModelError, RecipeError
 from paceline.host.world import World
 from paceline.metrics.accumulator import Collector, Metric
@@ -31,18 +32,25 @@ from paceline.metrics.named import NamedMetrics
 from paceline.optim.own import OwnSchedules, own_optimizer, scheduled_twin
 from paceline.parsing.plain_text import one_line
 from paceline.plan import DataFacts, Plan
+from paceline.plan.batching import micro_batch_size
 from paceline.plan.rates import Schedules
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Optimizer
 from paceline.recipe.unused import all_but
 from paceline.tasks.given_objects import Objects, fingerprint, named_objects, takes_model
+from paceline.tasks.object_checks import has_class_weights, is_mean, wrong_class
 from paceline.tasks.task import Model, Task
+
+if TYPE_CHECKING:
+    from paceline.prediction.predictor import Predictor
+    from paceline.tasks.exportable import Exportable
 
 _TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 _LOWER_IS_BETTER = ("loss", "error", "mae", "mse", "distance", "perplexity", "nll")
 # Where a batch is read in less time, handing it over from another process takes longer.
 _FAST_SECONDS = 0.005
 _TRIED = 2
+_COMPARED, _FEWEST = 8, 4
 _LOG = logging.getLogger("paceline.fit")
 _CONSEQUENCE = "a resume, or another number of workers or processes, will not repeat this run exactly."
 
@@ -58,6 +66,7 @@ class Fit(Task):
     def __init__(self, recipe: Recipe, objects: Objects | None = None) -> None:
         super().__init__(recipe)
         self.objects = named_objects(recipe) if objects is None else objects
+        self._world_size = 1
         self._takes_model = takes_model(self.objects.loss)
         self._each_loss = None if self._takes_model else one_by_one(self.objects.loss)
         self._means = {name: each for name, each in self.objects.metrics.items() if not _is_torchmetric(each)}
@@ -93,6 +102,7 @@ class Fit(Task):
 
     def data_facts(self, world: World) -> DataFacts:
         """Read a few samples, and return how many there are."""
+        self._world_size = world.world_size
         workers, reason = self._choose_workers(world)
         digests = [each.digest for each in self._readings.values()]
         counts = [len(each) for each in self._splits.values()]
@@ -119,8 +129,8 @@ class Fit(Task):
 
     def _fingerprints(self) -> dict[str, str]:
         """Return digests of what no recipe tells, so that a resume can say what has changed."""
-        given = {name: getattr(self.objects, name) for name in ("model", "loss", "optimizer", "schedule")}
-        return {name: fingerprint(each) for name, each in given.items() if each is not None}
+        given = {name: getattr(self.objects, name) for name in ("model", "loss", "metrics", "optimizer", "schedule")}
+        return {name: fingerprint(each) for name, each in given.items()}
 
     def _choose_workers(self, world: World) -> tuple[int, str]:
         requested = self.recipe.data.workers
@@ -196,22 +206,58 @@ class Fit(Task):
             raise ModelError("model has no parameter that can be trained (requires_grad).", key="model")
         if any(each.is_meta for each in network.parameters()):
             return
-        trial = copy.deepcopy(network)
+        trial, compared = copy.deepcopy(network), self._tried(_COMPARED, training=True)
         if self.objects.optimizer is not None or self.objects.schedule is not None:
             optimizer = self.build_optimizer(trial, self.recipe.optimizer, torch.device("cpu"))
             if self.objects.schedule is not None:
                 scheduled_twin(self.objects.schedule, optimizer)
         for training in self._splits:
-            batch = self._tried(training=training)
+            batch = self._tried(_TRIED, training=training)
             trial.train(training)
             with torch.no_grad():
                 self.loss(trial, batch) if training else self.score(trial, batch)
+        self._check_mean(trial, compared)
 
-    def _tried(self, *, training: bool) -> Batch:
-        read = self._reader(training=training)[first_samples(min(_TRIED, len(self._splits[training])))]
+    def _tried(self, count: int, *, training: bool) -> Batch:
+        """Read a few samples: the last one tells whether `len()` is right, the extreme targets whether all fit."""
+        samples = self._splits[training]
+        ids = dict.fromkeys([*_extreme_targets(samples), *evenly_spaced(len(samples), count).tolist()])
+        chosen = np.array([*ids][:count])
+        part = SampleSlice(step=0, epoch=0, logical_rank=0, ids=chosen, step_weight=len(chosen))
+        read = self._reader(training=training)[part]
         if isinstance(read, Batch):
             return read
-        raise DataError(f"{read.message}.") from None
+        hint = f"; its len() is {len(samples)}: make that the number of samples" if "IndexError" in read.message else ""
+        raise DataError(f"{read.message}{hint}.") from None
+
+    def _check_mean(self, trial: nn.Module, batch: Batch) -> None:
+        """Check that a step's loss does not depend on how the step is divided.
+
+        With one micro-batch in a step, the step is computed as in a plain loop, its smaller last batch included, and
+        class weights are common: then it is only noted.
+
+        Raises:
+            ModelError: If it depends on it, and steps are divided here.
+        """
+        weights = None if self.objects.weights is None else self.objects.weights[0]
+        weighing = np.ones(len(batch.ids), dtype=np.int64) if weights is None else weights[batch.ids]
+        is_weighted = has_class_weights(self.objects.loss)
+        if len(batch.ids) < _FEWEST or (not is_weighted and is_mean(self.loss, trial, batch, weighing)):
+            return
+        sizes = self.recipe.batch.sizes().values()
+        parts = max(sizes) // micro_batch_size(self.recipe, self._world_size)
+        found = (
+            "loss is not the mean of its samples' losses (class weights, ignored targets, a sum or comparisons change "
+            "it), so it depends on the size of micro-batches and the number of processes"
+        )
+        if parts > 1:
+            raise ModelError(
+                f"{found}, and a step has {parts} micro-batches here; return one value for each sample "
+                "(reduction='none') and give weights=, or train with one process and without batch.micro_size.",
+                key="loss",
+                value=parts,
+            )
+        _LOG.warning("paceline: note: %s", one_line(f"{found}; each step has one micro-batch, as in a plain loop."))
 
     def build_optimizer(self, network: nn.Module, optimizer: Optimizer, device: torch.device) -> torch.optim.Optimizer:
         """Return the optimizer that was given, for this network; by default the recipe's."""
@@ -231,35 +277,39 @@ class Fit(Task):
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
         """Return the mean loss of a micro-batch."""
-        _, loss = self._outputs_and_loss(model, batch)
+        _, loss = self._outputs_and_loss(model, batch, training=True)
         return self._mean(loss, batch)
 
-    def _outputs_and_loss(self, model: Model, batch: Batch) -> tuple[Any, Tensor]:
+    def _outputs_and_loss(self, model: Model, batch: Batch, *, training: bool) -> tuple[Any, Tensor]:
         if self._takes_model:
             return None, self._called("loss", self.objects.loss, model, batch.inputs)
         outputs = self._answer(model, batch.inputs)
-        return outputs, self._called("loss", self.objects.loss, outputs, batch.targets)
+        hint = functools.partial(wrong_class, outputs, batch, self._splits.get(training, self.objects.train_set))
+        return outputs, self._called("loss", self.objects.loss, outputs, batch.targets, hint)
 
     def _answer(self, model: Model, inputs: Nested) -> Any:
         try:
             return call(model, inputs)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise self._explained("the network", error, inputs) from error
+            raise self._explained("the network", error, inputs, hint=unknown_names(model, inputs)) from error
 
-    def _called(self, name: str, function: Callable[..., Any], first: Any, second: Any) -> Any:
+    def _called(
+        self, name: str, function: Callable[..., Any], first: Any, second: Any, hint: Callable[[], str] = str
+    ) -> Any:
         try:
             return function(first, second)
         except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
-            raise self._explained(name, error, first if not callable(first) else second, second) from error
+            shown = (second,) if callable(first) else (first, second)
+            raise self._explained(name, error, *shown, hint=hint()) from error
 
-    def _explained(self, what: str, error: Exception, *arguments: Any) -> Exception:
+    def _explained(self, what: str, error: Exception, *arguments: Any, hint: str = "") -> Exception:
         if isinstance(error, torch.OutOfMemoryError):
             return error
-        shapes = " and ".join(describe(each) for each in arguments if not callable(each))
+        shapes = " and ".join(map(describe, arguments))
         text = " ".join(str(error).split()).removesuffix(".")
         if "dtype" in text and "float64" in shapes:
             text += "; NumPy's numbers are float64: give float32, for example x.astype('float32')"
-        return ModelError(f"{what} failed on {shapes}: {type(error).__name__}: {text}; correct it.", key=what)
+        return ModelError(f"{what} failed on {shapes}: {type(error).__name__}: {text}{hint}; correct it.", key=what)
 
     def _mean(self, loss: Any, batch: Batch) -> Tensor:
         """Return a loss as one number: itself, or the mean of one value for each sample."""
@@ -283,13 +333,13 @@ class Fit(Task):
         chosen = None if weights is None else weights[0 if training else 1]
         if chosen is None:
             return None
-        device = next((each.device for each in _tensors(batch.inputs)), torch.device("cpu"))
+        device = next((each.device for each in tensors_in(batch.inputs)), torch.device("cpu"))
         return torch.from_numpy(chosen[batch.ids]).to(device)
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
         """Return the loss and the metrics of each sample."""
         count = len(batch.ids)
-        outputs, loss = self._outputs_and_loss(model, batch)
+        outputs, loss = self._outputs_and_loss(model, batch, training=False)
         mean = self._mean(loss, batch) if loss.numel() == 1 or self.objects.weights is None else loss
         values: dict[str, Any] = {"loss": loss.reshape(count) if loss.numel() == count > 1 else mean.expand(count)}
         if self._each_loss is not None and loss.numel() == 1 and self.objects.weights is None:
@@ -375,6 +425,30 @@ class Fit(Task):
                 made.append(self._answer(network, divide(batch)[0] if has_targets else without_wrapper(batch)))
         return joined_along_samples(made)
 
+    def recall(self, saved: SavedWeights) -> None:
+        """Need no data: the network is an object."""
+
+    def predictor(self, saved: SavedWeights, device: torch.device) -> Predictor:
+        """Refuse files: samples are objects.
+
+        Raises:
+            RecipeError: Always.
+        """
+        raise RecipeError(
+            "the network of this run takes samples as objects, not files; call predict(data) of paceline.fit's result.",
+            key="task",
+            value="fit",
+        )
+
+    def exportable(self, saved: SavedWeights, target: str) -> Exportable:
+        """Return the network, whose inputs are tensors of the shapes that the first and the last sample have."""
+        from paceline.tasks.exportable import Exportable, inputs_of
+
+        batch = self._tried(_TRIED, training=True)
+        inputs = divide(batch.inputs)[0] if self._takes_model else batch.inputs
+        network = self.trained(saved)
+        return Exportable(network=network, inputs=inputs_of(network, inputs, target), longest={}, saved=saved)
+
     def _reader_of(self, samples: Samples) -> KeyedReader:
         return KeyedReader(samples, seed=self.recipe.seed, training=False, divide=lambda batch: (batch, ()))
 
@@ -411,12 +485,6 @@ def _is_better_higher(name: str, metric: Any) -> bool:
     return bool(given) if given is not None else not any(word in name.lower() for word in _LOWER_IS_BETTER)
 
 
-def _tensors(value: Nested) -> list[Tensor]:
-    found: list[Tensor] = []
-    mapped(found.append, value)
-    return found
-
-
 def divide(batch: Any) -> tuple[Nested, Nested]:
     """Divide a batch into inputs and targets: the last of several parts, or the part of a dict with such a name.
 
@@ -434,7 +502,7 @@ def divide(batch: Any) -> tuple[Nested, Nested]:
         return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
     else:
         found = "have no targets"
-    raise ModelError(f"the samples {found}; give loss(model, batch), which gets the whole batch.", key="loss")
+    raise ModelError(f"the samples {found}; name one so, or give loss(model, batch), for the whole batch.", key="loss")
 
 
 def without_wrapper(batch: Any) -> Nested:
@@ -452,6 +520,24 @@ def call(model: Model, inputs: Nested) -> Any:
     if isinstance(inputs, tuple | list) and _fits(forward, *inputs):
         return model(*inputs)
     return model(inputs)
+
+
+def unknown_names(model: Model, inputs: Nested) -> str:
+    """Name the parts of a batch that a network's ``forward`` does not take, as the end of a sentence."""
+    forward = inspect.signature(getattr(model, "forward", model))
+    if not isinstance(inputs, Mapping) or _fits(forward, **inputs):
+        return ""
+    given, taken = (", ".join(map(repr, each)) for each in (inputs, forward.parameters))
+    return f"; the network's forward takes {taken}, and the samples have {given}: give both the same names"
+
+
+def _extreme_targets(samples: Samples) -> list[int]:
+    """Return the samples with the smallest and the largest target, where all are at hand as one number a sample."""
+    columns = samples.columns or []
+    target = divide(columns)[1] if isinstance(columns, Mapping) or len(columns) > 1 else None
+    if not isinstance(target, Tensor) or target.ndim != 1 or target.dtype == torch.bool or target.is_complex():
+        return []
+    return [int(target.argmin()), int(target.argmax())]
 
 
 def _fits(signature: inspect.Signature, *arguments: Any, **named: Any) -> bool:

@@ -64,20 +64,21 @@ def trained_task(saved: SavedWeights, *, trust_code: bool) -> TaskMaker:
     return make
 
 
-def open_exportable(saved: SavedWeights, *, trust_code: bool, target: str) -> Exportable:
+def open_exportable(saved: SavedWeights, *, trust_code: bool, target: str, task: TaskMaker | None = None) -> Exportable:
     """Build the network of saved weights, and describe its inputs.
 
     Args:
         saved: The weights.
         trust_code: Whether to import code named in their recipe.
         target: Requested format, for the message.
+        task: Makes the task, instead of the one that the recipe names.
 
     Raises:
         PacelineError: If the network's inputs are unknown.
     """
-    task = trained_task(saved, trust_code=trust_code)(trained_recipe(saved))
-    exportable = task.exportable(saved, target)
+    opened = (task or trained_task(saved, trust_code=trust_code))(trained_recipe(saved))
+    exportable = opened.exportable(saved, target)
     if not isinstance(exportable, Exportable):
-        raise refused(task, "exportable returned", exportable, "an Exportable of paceline.tasks.exportable")
+        raise refused(opened, "exportable returned", exportable, "an Exportable of paceline.tasks.exportable")
     exportable.network.requires_grad_(requires_grad=False)  # exported parameters need no gradients
     return exportable

@@ -269,9 +269,9 @@ def scoring_task(
     task.adapt_to(saved)
     facts = task.data_facts(world)
     if facts.evaluation_samples == 0:
-        raise DataError(
-            "no samples are held out to score; set data.validation_fraction (1 for all) or add a val/ folder."
-        )
+        way = "set data.validation_fraction (1 for all) or add a val/ folder"
+        way = "give paceline.fit held_out" if "objects" in facts.description else way
+        raise DataError(f"no samples are held out to score; {way}.")
     if request.on != "holdout" and (recipe.data.score_all or "data.path" in set_by(request.overrides)):
         part = "all, also any that the run was trained on" if recipe.data.score_all else "the held-out part"
         part = next((facts.reasons[key] for key in _ORIGINS if key in facts.reasons), part)

@@ -165,12 +165,14 @@ class NonFiniteGuard:
         recorder.flush()
         if not self.skips:
             raise TrainingError(
-                f"{cause} {where}; {_REMEDY}, or skip such steps with train.nonfinite=skip. {last_good}"
+                f"{cause} {where}; {_REMEDY}, or skip such steps with train.nonfinite=skip. {last_good}",
+                value=details.get("samples"),
             )
         if progress.nonfinite > self._max_skipped:
             raise TrainingError(
                 f"{cause} {where}, and {progress.nonfinite} steps were skipped for such a reason, more than "
-                f"train.max_nonfinite={self._max_skipped}; {_REMEDY}. {last_good}"
+                f"train.max_nonfinite={self._max_skipped}; {_REMEDY}. {last_good}",
+                value=details.get("samples"),
             )
 
     def _restore_buffers(self) -> None:

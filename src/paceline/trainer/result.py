@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.distributed.device import choose_device
-from paceline.errors import DataError
+from paceline.errors import DataError, RecipeError
 from paceline.host.world import World
 from paceline.metrics.confusion import matrix_of
 from paceline.pages.page import Chart, Page, Section, Table
@@ -23,11 +23,13 @@ from paceline.parsing.files import SkippedItems
 from paceline.parsing.units import format_count, format_metric, metric_title, metric_unit
 from paceline.plugins.references import trusting_code
 from paceline.recipe.load import Overrides
+from paceline.records.events import Event
 from paceline.records.reader import NO_METRICS, Summary, read_events, read_json, read_plan, read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline.tasks.task import Task
 from paceline.tasks.trained import TaskMaker, trained_recipe, trained_task
 from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
+from paceline.trainer.process_settings import restore_random_states
 
 _MAX_ROWS = 20
 
@@ -86,8 +88,15 @@ class TrainResult:
         """Return the run's records in order, for ``pandas.DataFrame(result.history())``.
 
         Args:
-            kind: ``evaluation``, one for each set of weights, or ``step``, one every ``telemetry.log_every``.
+            kind: ``evaluation``, one for each set of weights, or ``step``, one every ``telemetry.log_every``; or
+                another record's.
+
+        Raises:
+            RecipeError: If there are no such records.
         """
+        kinds = [each.kind for each in Event.__subclasses__()]
+        if kind not in kinds:
+            raise RecipeError(f"kind is {kind!r}; choose one of {', '.join(kinds)}.", key="kind", value=kind)
         return list(read_events(RunDirectory(self.run_dir).events, kinds=(kind,)))
 
     # Predictions of the last evaluation
@@ -141,8 +150,11 @@ class TrainResult:
 
     def _no_classes(self) -> DataError:
         reason = "its held-out samples do not have one class each, or evaluate.keep_examples=0 keeps no predictions"
-        if read_plan(RunDirectory(self.run_dir)).get("evaluation_samples") == 0:
-            reason = "no samples are held out; set data.validation_fraction or add a val/ folder"
+        plan = read_plan(RunDirectory(self.run_dir))
+        if plan.get("evaluation_samples") == 0:
+            is_fit = "objects" in plan["data"]
+            way = "give paceline.fit held_out" if is_fit else "set data.validation_fraction or add a val/ folder"
+            reason = f"no samples are held out; {way}"
         elif not self.history():
             reason = "it has not been evaluated yet"
         return DataError(f"the run in {self.run_dir} has no mistakes or confusion matrix: {reason}.")
@@ -172,7 +184,7 @@ class TrainResult:
     def model(self) -> nn.Module:
         """The network with the weights of its best evaluation, or the newest without one; in evaluation mode."""
         saved = self._saved()
-        with trusting_code():  # training ran it too
+        with trusting_code(), restore_random_states(None):  # training ran it too
             return self._task(saved).trained(saved)
 
     def predict(self, data: Any, *, batch_size: int = 64) -> Any:

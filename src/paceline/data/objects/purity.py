@@ -28,11 +28,13 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
+from paceline.data.batch import tensors_in
 from paceline.data.objects.keyed import KeyedReader
 from paceline.data.objects.parts import parts_of
-from paceline.data.objects.samples import Columns
 
 _WAIT_SECONDS = 60.0
+# Larger columns are compared by 64 of their samples.
+_MOST_BYTES = 2**28
 # Reading stops after this time; slow samples are compared less often.
 _BUDGET_SECONDS = 4.0
 _AFTER_OTHERS = " depends on the samples that were read before it"
@@ -65,7 +67,9 @@ def read_again(reader: KeyedReader) -> Reading:
     can be explained.
     """
     if reader.samples.columns is not None:
-        return Reading(digest=_digest([each[:: max(1, len(each) // 64)] for each in _values(reader.samples.columns)]))
+        columns = [*tensors_in(reader.samples.columns)]
+        is_large = sum(each.nbytes for each in columns) > _MOST_BYTES
+        return Reading(digest=_digest([each[:: max(1, len(each) // 64) if is_large else 1] for each in columns]))
     if sys.platform != "linux":
         return Reading()
     forward = _in_child(_read, reader)
@@ -99,10 +103,6 @@ def _in_child(read: Callable[[KeyedReader], dict[str, Any]], reader: KeyedReader
     return found
 
 
-def _values(columns: Columns) -> list[torch.Tensor]:
-    return list(columns.values()) if isinstance(columns, dict) else columns
-
-
 def _serve(read: Callable[[KeyedReader], dict[str, Any]], reader: KeyedReader, sender: Connection) -> None:
     torch.set_num_threads(1)  # the parent's threads do not exist here
     silent = os.open(os.devnull, os.O_WRONLY)
@@ -134,7 +134,7 @@ def _read(reader: KeyedReader) -> dict[str, Any]:
         begun = time.perf_counter()
         read = reader.read(sample, 0)
         seconds.append(time.perf_counter() - begun)
-        if device := next((each.device for each in _tensors(read) if each.device.type not in ("cpu", "meta")), None):
+        if device := next((each.device for each in tensors_in(read) if each.device.type not in ("cpu", "meta")), None):
             return {"difference": f"{_name(reader, sample)} is on {device}, where loader processes cannot read it"}
         first[sample] = _content(read)
         if _content(reader.read(sample, 0)) != first[sample]:
@@ -239,15 +239,6 @@ def _reorder_sets(reader: KeyedReader) -> None:
             for name in owner.__code__.co_names:
                 if isinstance(value := owner.__globals__.get(name), set | frozenset):
                     owner.__globals__[name] = _OtherOrder(value)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (found for each in value.values() for found in _tensors(each))
-    elif isinstance(value, list | tuple):
-        yield from (found for each in value for found in _tensors(each))
 
 
 def _digest(values: list[Any]) -> str:

@@ -87,7 +87,11 @@ def take_apart(data: Any, role: str, collate: Collate | None = None) -> Samples:
             "give a data set with len() and [i], for example list(data) if it fits into memory",
         )
     columns = _columns(data, role)
-    given = Samples(role=role, data=data, count=len(data), collate=collate or default_collate)
+    try:
+        count = len(data)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise _refused(role, f"has a len() that fails ({error})", "return the number of samples") from error
+    given = Samples(role=role, data=data, count=count, collate=collate or default_collate)
     if columns is not None:
         # A given function gets samples, as from a data set.
         keeps = collate is None

@@ -1,0 +1,131 @@
+"""What `paceline.fit` finds out about a loss and its samples: whether it is a mean, and which sample is wrong."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.data.batch import Batch, Nested, mapped, select_rows, tensors_in
+from paceline.data.objects.keyed import KeyedReader, kept_generators
+from paceline.data.objects.samples import Samples
+from paceline.data.slices import SampleSlice, SampleWeights
+from paceline.errors import TrainingError
+from paceline.tasks.given_objects import Objects
+
+_CHUNK = 256
+_NOT_FINITE = re.compile(r"\b(nan|inf|infinite)\b", re.IGNORECASE)
+_IGNORED = -100  # torch's default of ignore_index
+
+
+def is_mean(loss: Callable[[Any, Batch], Tensor], network: nn.Module, batch: Batch, weights: SampleWeights) -> bool:
+    """Whether a batch's loss is the weighted mean of its samples' losses, computed on random outputs.
+
+    A loss with class weights or ignored targets is not, nor is a sum. Random outputs cost no passes of the network, and
+    differ where those of a new network may all be alike. True if it cannot be told: the loss draws random numbers, or
+    needs more of the network than its outputs.
+    """
+    count, found = len(batch.ids), list[Any]()
+    network.register_forward_hook(lambda _, __, outputs: found.append(outputs))
+    with kept_generators(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            loss(network, _rows(batch, [0, 1]))
+            [outputs] = found
+            draws = torch.Generator().manual_seed(0)
+            outputs = mapped(lambda each: _random(each, count, draws), outputs)
+
+            def loss_of(rows: list[int], seed: int = 0) -> float:
+                torch.manual_seed(seed)
+                return float(loss(lambda *_, **__: _selected(outputs, rows, count), _rows(batch, rows)))
+
+            everything = list(range(count))
+            whole = loss_of(everything)
+            if not math.isfinite(whole) or loss_of(everything, seed=1) != whole:
+                return True
+            mean = float(np.average([loss_of([row]) for row in everything], weights=weights))
+        except Exception:  # noqa: BLE001  # the loss has been tried before; these batches it does not take
+            return True
+    return math.isclose(whole, mean, rel_tol=1e-4, abs_tol=1e-6)
+
+
+def _random(output: Tensor, count: int, draws: torch.Generator) -> Tensor:
+    """Return probabilities, which are valid logits too, instead of the outputs for two samples."""
+    if not output.is_floating_point() or not output.ndim or len(output) != 2:
+        return output
+    return torch.rand((count, *output.shape[1:]), generator=draws).to(output.dtype)
+
+
+def _rows(batch: Batch, rows: list[int]) -> Batch:
+    parts = (_selected(each, rows, len(batch.ids)) for each in (batch.inputs, batch.targets))
+    return Batch(*parts, batch.ids[rows], batch.slice)
+
+
+def _selected(value: Nested, rows: list[int], count: int) -> Nested:
+    """Select samples, also of a list of columns, as torch's collate function makes it of tuples."""
+    if isinstance(value, list) and len(value) != count:
+        return [_selected(each, rows, count) for each in value]
+    if isinstance(value, dict):
+        return {name: _selected(each, rows, count) for name, each in value.items()}
+    return select_rows(value, rows, size=count)
+
+
+def has_class_weights(loss: Any) -> bool:
+    """Whether a loss of torch divides by the weights of a batch's classes."""
+    return isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None
+
+
+def wrong_class(outputs: Any, batch: Batch, samples: Samples) -> str:
+    """Name the first sample whose target is not a class of the outputs, as the end of a sentence, if there is one."""
+    targets = batch.targets
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.device.type != "cpu":
+        return ""
+    is_classes = not targets.is_floating_point() and outputs.shape[:1] + outputs.shape[2:] == targets.shape
+    if not is_classes or outputs.ndim < 2 or len(targets) != len(batch.ids):
+        return ""
+    classes, flat = outputs.shape[1], targets.flatten(1) if targets.ndim > 1 else targets[:, None]
+    wrong = ((flat < 0) & (flat != _IGNORED)) | (flat >= classes)
+    for row in wrong.any(dim=1).nonzero().flatten()[:1].tolist():
+        target = int(flat[row][wrong[row]][0])
+        return f"; {samples.path(int(batch.ids[row]))} has the target {target}, and the outputs have {classes} classes"
+    return ""
+
+
+@contextmanager
+def naming_samples(objects: Objects) -> Iterator[None]:
+    """Name the first sample with infinite or nan numbers in an error about such a loss."""
+    try:
+        yield
+    except TrainingError as error:
+        text = str(error)
+        samples = objects.held_out if "validation" in text else objects.train_set
+        if samples is None or not _NOT_FINITE.search(text):
+            raise
+        ids = error.value if isinstance(error.value, list) else range(len(samples))
+        if (wrong := first_not_finite(samples, ids)) is not None:
+            cause = text.partition(";")[0]
+            error.args = (f"{cause}, and {samples.path(wrong)} holds nan or infinity; correct it, or leave it out.",)
+        raise
+
+
+def first_not_finite(samples: Samples, ids: Iterable[int]) -> int | None:
+    """Return the first sample that holds nan or infinity."""
+    reader = KeyedReader(samples, seed=0, training=False, divide=lambda batch: (batch, ()))
+
+    def is_finite(part: Any) -> bool:
+        read = reader[SampleSlice(step=0, epoch=0, logical_rank=0, ids=part, step_weight=len(part))]
+        numbers = tensors_in(read.inputs) if isinstance(read, Batch) else iter(())
+        return all(bool(each.isfinite().all()) for each in numbers)
+
+    chosen = np.array([*ids], dtype=np.int64)
+    for part in np.split(chosen, range(_CHUNK, len(chosen), _CHUNK)):
+        if not is_finite(part):
+            return next((int(each) for each in part if not is_finite(each[None])), None)
+    return None
