@@ -45,6 +45,11 @@ class RecipeError(PacelineError):
     """The recipe, or an override, asks for something that does not exist or has no effect."""
 
 
+def wrong_kind(key: str, value: object, fix: str) -> RecipeError:
+    """Return the error for an argument of a type that it cannot have."""
+    return RecipeError(f"{key} is a {type(value).__name__}; give {fix}.", key=key, value=value)
+
+
 def setting_error(key: str, value: object, problem: str) -> RecipeError:
     """Return the error for the value of a recipe's key: the message begins with both, a duration in quotes."""
     shown = f"'{value}'" if is_dataclass(value) else value

@@ -18,7 +18,7 @@ from torch import nn
 
 from paceline.checkpoint.weights import load_trained
 from paceline.data.objects.samples import take_apart
-from paceline.errors import PacelineError, RecipeError
+from paceline.errors import PacelineError, RecipeError, wrong_kind
 from paceline.optim.own import own_optimizer
 from paceline.plugins.references import trusting_code
 from paceline.recipe.load import Overrides, load_recipe, override_pairs
@@ -159,13 +159,10 @@ def fit(
     """
     parts = {"model": model, "train_set": train_set, "held_out": held_out, "collate": collate, "weights": weights}
     parts |= {"loss": loss, "optimizer": _own_optimizer(optimizer, model), "schedule": schedule}
-    is_number = isinstance(epochs, numbers.Real) and not isinstance(epochs, bool)
-    if epochs is not None and not (is_number and 0 < epochs < math.inf):
-        raise RecipeError(f"epochs is {epochs!r}; give a number above 0.", key="epochs", value=epochs)
     chosen = _Overrides(overrides)
     with restore_random_states(None), chosen.naming_arguments():
         objects = gather(**parts, metrics=_checked_metrics(metrics), schedule_interval=schedule_interval)
-        chosen.set("epochs", "train.duration", None if epochs is None else f"{epochs} epochs")
+        chosen.set("epochs", "train.duration", _duration(epochs))
         chosen.set("batch_size", "batch.global_size", batch_size, objects.train_set.batch_size or _BATCH)
         chosen.set("seed", "seed", seed)
         chosen.set("workers", "data.workers", None if workers == "auto" else workers)
@@ -179,13 +176,32 @@ def fit(
         names |= {f"metrics.{key}": _name(value) for key, value in objects.metrics.items()}
         chosen.set("fit", "task", "fit")
         chosen.set("fit", "objects", names)
-        options = {"run_dir": run_dir, "resume": resume, "callbacks": callbacks, "processes": processes, "quiet": quiet}
+        options: dict[str, Any] = {
+            "run_dir": run_dir,
+            "resume": resume,
+            "callbacks": callbacks,
+            "processes": processes,
+            "quiet": quiet,
+        }
         with naming_samples(objects):
             trained = train(overrides=chosen.values, task=functools.partial(Fit, objects=objects), **options)
         result = FitResult(**vars(trained))
         if isinstance(model, nn.Module):
             result.model  # noqa: B018  # the object gets its weights, as with other trainers
     return result
+
+
+def _duration(epochs: Any) -> str | None:
+    """Return the length of a run as a recipe has it.
+
+    Raises:
+        RecipeError: If it is not a positive number.
+    """
+    if epochs is None:
+        return None
+    if isinstance(epochs, bool) or not isinstance(epochs, numbers.Real) or not 0 < epochs < math.inf:
+        raise RecipeError(f"epochs is {epochs!r}; give a number above 0.", key="epochs", value=epochs)
+    return f"{epochs} epochs"
 
 
 def _set_rate(chosen: _Overrides, objects: Objects, lr: float | None) -> None:
@@ -255,11 +271,7 @@ def _own_optimizer(optimizer: Any, model: Any) -> Any:
     if isinstance(optimizer, torch.optim.Optimizer):
         return _remade(optimizer, model)
     if not callable(optimizer):
-        raise RecipeError(
-            f"optimizer is a {type(optimizer).__name__}; give a name such as 'adamw', a class or a function of the "
-            "parameters.",
-            key="optimizer",
-        )
+        raise wrong_kind("optimizer", optimizer, "a name such as 'adamw', a class or a function of the parameters")
     return optimizer
 
 
@@ -292,7 +304,7 @@ def _lr_of(optimizer: Callable[..., Any], model: Any) -> float:
 
 def _checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise RecipeError(f"metrics is a {type(metrics).__name__}; give a dict of functions by name.", key="metrics")
+        raise wrong_kind("metrics", metrics, "a dict of functions by name")
     found = dict(metrics or {})
     for name, each in found.items():
         if not name.isidentifier() or not callable(each):

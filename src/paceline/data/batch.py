@@ -76,7 +76,8 @@ def select_rows(value: Nested, rows: Sequence[int], *, size: int) -> Nested:
     if isinstance(value, dict):
         return {key: select_rows(each, rows, size=size) for key, each in value.items()}
     if isinstance(value, list):
-        return [value[row] for row in rows] if len(value) == size else value
+        is_of_samples = len(value) == size  # otherwise of columns, as torch's collate function makes it
+        return [value[row] for row in rows] if is_of_samples else [select_rows(each, rows, size=size) for each in value]
     if isinstance(value, tuple):
         parts = (select_rows(each, rows, size=size) for each in value)
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

@@ -59,9 +59,14 @@ class SampleSlice:
         return self.ids if self.keys is None else self.keys
 
 
+def micro_batch(ids: SampleIds) -> SampleSlice:
+    """Return a micro-batch of these samples, for trials."""
+    return SampleSlice(step=0, epoch=0, logical_rank=0, ids=ids, step_weight=len(ids))
+
+
 def first_samples(count: int) -> SampleSlice:
     """Return a micro-batch of the first samples."""
-    return SampleSlice(step=0, epoch=0, logical_rank=0, ids=np.arange(count), step_weight=count)
+    return micro_batch(np.arange(count))
 
 
 def evenly_spaced(samples: int, count: int) -> SampleIds:

@@ -16,7 +16,7 @@ from torch import nn
 
 from paceline.data.objects.samples import Samples, take_apart
 from paceline.data.slices import SampleWeights
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, wrong_kind
 from paceline.plugins.references import is_reference, load_reference
 from paceline.recipe.schema import Recipe
 
@@ -95,15 +95,11 @@ def gather(
     given = held_out() if is_maker(held_out) else held_out
     scored = None if given is None else take_apart(given, "held_out", collate)
     if not callable(model):
-        raise RecipeError(
-            f"model is a {type(model).__name__}; give a torch.nn.Module, or a function that makes one.", key="model"
-        )
+        raise wrong_kind("model", model, "a torch.nn.Module, or a function that makes one")
     if isinstance(model, nn.Module) and any(each.is_meta for each in model.parameters()):
         raise RecipeError("model has no values (device meta); give it some, or a function that makes it.", key="model")
     if inspect.isclass(loss) or not callable(loss):
-        found = f"the class {loss.__name__}" if inspect.isclass(loss) else f"a {type(loss).__name__}"
-        way = f"{loss.__name__}()" if inspect.isclass(loss) else "a function such as F.cross_entropy"
-        raise RecipeError(f"loss is {found}; give {way}.", key="loss")
+        raise wrong_kind("loss", loss, f"{loss.__name__}()" if callable(loss) else "a function such as F.cross_entropy")
     if isinstance(loss, nn.Module) and (own := [name for name, _ in loss.named_parameters()]):
         raise RecipeError(
             f"loss has its own parameters ({', '.join(own[:3])}), which would not be trained: make them part of the "
@@ -111,11 +107,8 @@ def gather(
             key="loss",
         )
     if (schedule := others.get("schedule")) is not None and not callable(schedule):
-        kind = type(schedule).__name__
-        raise RecipeError(
-            f"schedule is a {kind}; give a function of the optimizer: lambda optimizer: {kind}(optimizer, ...).",
-            key="schedule",
-        )
+        made = f"{type(schedule).__name__}(optimizer, ...)"
+        raise wrong_kind("schedule", schedule, f"a function of the optimizer: lambda optimizer: {made}")
     if metrics and given is None:
         raise RecipeError(
             f"metrics has {', '.join(metrics)}, which are computed on held-out samples; give held_out.", key="metrics"

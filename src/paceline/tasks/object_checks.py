@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.data.batch import Batch, Nested, mapped, select_rows, tensors_in
+from paceline.data.batch import Batch, mapped, select_rows, tensors_in
 from paceline.data.objects.keyed import KeyedReader, kept_generators
 from paceline.data.objects.samples import Samples
-from paceline.data.slices import SampleSlice, SampleWeights
+from paceline.data.slices import SampleWeights, micro_batch
 from paceline.errors import TrainingError
 from paceline.tasks.given_objects import Objects
 
@@ -44,7 +44,7 @@ def is_mean(loss: Callable[[Any, Batch], Tensor], network: nn.Module, batch: Bat
 
             def loss_of(rows: list[int], seed: int = 0) -> float:
                 torch.manual_seed(seed)
-                return float(loss(lambda *_, **__: _selected(outputs, rows, count), _rows(batch, rows)))
+                return float(loss(lambda *_, **__: select_rows(outputs, rows, size=count), _rows(batch, rows)))
 
             everything = list(range(count))
             whole = loss_of(everything)
@@ -64,17 +64,8 @@ def _random(output: Tensor, count: int, draws: torch.Generator) -> Tensor:
 
 
 def _rows(batch: Batch, rows: list[int]) -> Batch:
-    parts = (_selected(each, rows, len(batch.ids)) for each in (batch.inputs, batch.targets))
-    return Batch(*parts, batch.ids[rows], batch.slice)
-
-
-def _selected(value: Nested, rows: list[int], count: int) -> Nested:
-    """Select samples, also of a list of columns, as torch's collate function makes it of tuples."""
-    if isinstance(value, list) and len(value) != count:
-        return [_selected(each, rows, count) for each in value]
-    if isinstance(value, dict):
-        return {name: _selected(each, rows, count) for name, each in value.items()}
-    return select_rows(value, rows, size=count)
+    inputs, targets = (select_rows(each, rows, size=len(batch.ids)) for each in (batch.inputs, batch.targets))
+    return Batch(inputs, targets, batch.ids[rows], batch.slice)
 
 
 def has_class_weights(loss: Any) -> bool:
@@ -117,10 +108,10 @@ def naming_samples(objects: Objects) -> Iterator[None]:
 
 def first_not_finite(samples: Samples, ids: Iterable[int]) -> int | None:
     """Return the first sample that holds nan or infinity."""
-    reader = KeyedReader(samples, seed=0, training=False, divide=lambda batch: (batch, ()))
+    reader = KeyedReader(samples, seed=0, training=False)
 
     def is_finite(part: Any) -> bool:
-        read = reader[SampleSlice(step=0, epoch=0, logical_rank=0, ids=part, step_weight=len(part))]
+        read = reader[micro_batch(part)]
         numbers = tensors_in(read.inputs) if isinstance(read, Batch) else iter(())
         return all(bool(each.isfinite().all()) for each in numbers)
 

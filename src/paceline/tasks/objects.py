@@ -23,7 +23,7 @@ from paceline.data.objects.keyed import KeyedReader
 from paceline.data.objects.purity import Reading, read_again
 from paceline.data.objects.samples import Samples
 from paceline.data.pipeline import Pipeline, Placement
-from paceline.data.slices import SampleSlice, SampleWeights, evenly_spaced, first_samples
+from paceline.data.slices import SampleWeights, evenly_spaced, first_samples, micro_batch
 from paceline.errors import DataError, ModelError, RecipeError
 from paceline.host.world import World
 from paceline.metrics.accumulator import Collector, Metric
@@ -222,9 +222,7 @@ class Fit(Task):
         """Read a few samples: the last one tells whether `len()` is right, the extreme targets whether all fit."""
         samples = self._splits[training]
         ids = dict.fromkeys([*_extreme_targets(samples), *evenly_spaced(len(samples), count).tolist()])
-        chosen = np.array([*ids][:count])
-        part = SampleSlice(step=0, epoch=0, logical_rank=0, ids=chosen, step_weight=len(chosen))
-        read = self._reader(training=training)[part]
+        read = self._reader(training=training)[micro_batch(np.array([*ids][:count]))]
         if isinstance(read, Batch):
             return read
         hint = f"; its len() is {len(samples)}: make that the number of samples" if "IndexError" in read.message else ""
@@ -417,7 +415,7 @@ class Fit(Task):
         with torch.no_grad():
             for first in range(0, len(samples), batch_size):
                 ids = np.arange(first, min(first + batch_size, len(samples)))
-                read = reader[SampleSlice(step=0, epoch=0, logical_rank=0, ids=ids, step_weight=len(ids))]
+                read = reader[micro_batch(ids)]
                 batch = read.inputs if isinstance(read, Batch) else None
                 if isinstance(read, ReadFailure):
                     raise DataError(read.message)
@@ -450,7 +448,7 @@ class Fit(Task):
         return Exportable(network=network, inputs=inputs_of(network, inputs, target), longest={}, saved=saved)
 
     def _reader_of(self, samples: Samples) -> KeyedReader:
-        return KeyedReader(samples, seed=self.recipe.seed, training=False, divide=lambda batch: (batch, ()))
+        return KeyedReader(samples, seed=self.recipe.seed, training=False)
 
     def _parts(self, read: Any) -> Any:
         """Return what distinguishes a batch with targets from one without."""
@@ -549,19 +547,8 @@ def _fits(signature: inspect.Signature, *arguments: Any, **named: Any) -> bool:
 
 
 def one_by_one(loss: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return a loss of torch as it gives one value for each sample; None for another function.
-
-    Raises:
-        RecipeError: If it adds the samples up.
-    """
-    reduction = getattr(loss, "reduction", None)
-    if isinstance(loss, functools.partial):
-        reduction = loss.keywords.get("reduction", reduction)
-    if reduction == "sum":
-        raise RecipeError(
-            "loss adds its samples up (reduction='sum'), but a step needs their mean; leave it out.", key="loss"
-        )
-    if isinstance(loss, nn.Module) and reduction == "mean":
+    """Return a loss of torch as it gives one value for each sample; None for another function."""
+    if isinstance(loss, nn.Module) and getattr(loss, "reduction", None) == "mean":
         each = copy.copy(loss)
         each.reduction = "none"  # type: ignore[assignment]  # a plain attribute of torch's losses
         return each

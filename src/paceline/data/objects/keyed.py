@@ -71,7 +71,7 @@ class KeyedReader:
         samples: The samples.
         seed: The run's seed.
         training: Whether they are trained on: their draws then differ from epoch to epoch.
-        divide: Divides a batch into inputs and targets.
+        divide: Divides a batch into inputs and targets; by default all are inputs.
         note: Called with each sample's number before it is read.
     """
 
@@ -84,7 +84,7 @@ class KeyedReader:
         *,
         seed: int,
         training: bool,
-        divide: Divide,
+        divide: Divide = lambda batch: (batch, ()),
         note: Callable[[int], None] | None = None,
     ) -> None:
         self.samples, self._seed, self._divide, self._note = samples, seed, divide, note
