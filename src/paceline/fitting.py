@@ -22,7 +22,7 @@ from paceline.errors import PacelineError, RecipeError, wrong_kind
 from paceline.optim.own import own_optimizer
 from paceline.plugins.references import trusting_code
 from paceline.recipe.load import Overrides, load_recipe, override_pairs
-from paceline.tasks.given_objects import Objects, gather
+from paceline.tasks.given_objects import Objects, fingerprint, gather
 from paceline.tasks.object_checks import naming_samples
 from paceline.tasks.objects import Fit
 from paceline.trainer.process_settings import restore_random_states
@@ -170,21 +170,21 @@ def fit(
         _set_rate(chosen, objects, lr)
         if schedule is None:
             chosen.set("schedule", "schedule.name", None, "constant")
-        names = {key: _name(value) for key, value in (parts | {"optimizer": optimizer}).items() if value is not None}
-        if isinstance(optimizer, str):
-            del names["optimizer"]
+        given = parts | {"optimizer": None if isinstance(optimizer, str) else optimizer}
+        names = {key: _name(value) for key, value in given.items() if value is not None}
         names |= {f"metrics.{key}": _name(value) for key, value in objects.metrics.items()}
         chosen.set("fit", "task", "fit")
         chosen.set("fit", "objects", names)
-        options: dict[str, Any] = {
-            "run_dir": run_dir,
-            "resume": resume,
-            "callbacks": callbacks,
-            "processes": processes,
-            "quiet": quiet,
-        }
         with naming_samples(objects):
-            trained = train(overrides=chosen.values, task=functools.partial(Fit, objects=objects), **options)
+            trained = train(
+                overrides=chosen.values,
+                run_dir=run_dir,
+                resume=resume,
+                task=functools.partial(Fit, objects=objects),
+                callbacks=callbacks,
+                processes=processes,
+                quiet=quiet,
+            )
         result = FitResult(**vars(trained))
         if isinstance(model, nn.Module):
             result.model  # noqa: B018  # the object gets its weights, as with other trainers
@@ -199,7 +199,7 @@ def _duration(epochs: Any) -> str | None:
     """
     if epochs is None:
         return None
-    if isinstance(epochs, bool) or not isinstance(epochs, numbers.Real) or not 0 < epochs < math.inf:
+    if isinstance(epochs, bool) or not isinstance(epochs, numbers.Real) or not 0 < float(epochs) < math.inf:
         raise RecipeError(f"epochs is {epochs!r}; give a number above 0.", key="epochs", value=epochs)
     return f"{epochs} epochs"
 
@@ -216,7 +216,7 @@ def _set_rate(chosen: _Overrides, objects: Objects, lr: float | None) -> None:
     elif lr is not None:
         raise RecipeError(f"lr={lr}, but optimizer is a function that sets it; leave one out.", key="lr", value=lr)
     else:
-        chosen.set("optimizer", "optimizer.lr", _lr_of(own, objects.model))
+        chosen.set("the lr of optimizer", "optimizer.lr", _lr_of(own, objects.model))
 
 
 _WORDS = (
@@ -341,4 +341,4 @@ def _is_plain(module: nn.Module) -> bool:
     except Exception:  # noqa: BLE001  # it needs arguments
         return False
     shapes = [{name: each.shape for name, each in one.state_dict().items()} for one in (plain, module)]
-    return shapes[0] == shapes[1] and repr(plain) == repr(module)
+    return shapes[0] == shapes[1] and fingerprint(plain) == fingerprint(module)

@@ -148,6 +148,7 @@ def test_an_interrupted_run_has_the_metrics_of_its_last_evaluation(fit: Fit) -> 
         result = fit(held_out=HELD_OUT, callbacks=[Interrupts(step)])
         assert (result.status, result.summary.step, result.summary.details["ending"]) == ("stopped", step, "signal")
         assert result.metrics["loss"] == result.history()[-1]["loss"]
+        assert "stopped by a signal" in repr(result)
 
 
 # Arguments
@@ -291,7 +292,13 @@ def by_float(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(outputs.float(), targets)
 
 
+def samples() -> Any:
+    return TRAIN
+
+
 def test_commands_point_to_the_result(fit: Fit) -> None:
+    with raises(RecipeError, key="objects.loss"):  # by name, its setting would be lost
+        paceline.evaluate(fit("other", train_set=samples, loss=nn.HuberLoss(delta=2.0)).run_dir, trust_code=True)
     result = fit(model=lambda: Linear(5))
     with raises(RecipeError, key="objects.model"):
         paceline.evaluate(result.run_dir, trust_code=True)

@@ -187,8 +187,8 @@ def fingerprint(value: Any) -> str:
     elif isinstance(value, nn.Module):
         text = repr(value)
         if type(value).__module__.startswith("torch.") and not any(True for _ in value.parameters()):
-            plain = [f"{name}={each}" for name, each in vars(value).items() if isinstance(each, int | float | str)]
-            text += f"{plain} {value.state_dict()}"  # a loss's settings, and the weights of classes
+            settings = {key: each for key, each in vars(value).items() if isinstance(each, int | float | str)}
+            text += f"{settings | {'training': True}} {value.state_dict()}"  # of a loss, such as the weights of classes
     else:
         text = (value if isinstance(value, type) else type(value)).__qualname__
     text = re.sub(r" at 0x[0-9a-f]+", "", text)  # differs from process to process

@@ -60,7 +60,7 @@ class TrainResult:
     """How a run ended.
 
     Attributes:
-        status: ``completed`` or ``stopped`` (run the same again to resume).
+        status: ``completed``, or ``stopped``: interrupted, or at ``train.until`` (run the same again to resume).
         run_dir: The run directory.
         summary: Content of summary.json.
         was_complete: True if there was nothing left to do.
@@ -251,7 +251,8 @@ class TrainResult:
     def __repr__(self) -> str:
         values = {name: each for name, each in self.metrics.items() if isinstance(each, int | float)}
         figures = [f"{name} {each:.4g}{' %' if metric_unit(name) else ''}" for name, each in values.items()]
-        facts = ", ".join([self.status, f"step {self.summary.step}", *figures, str(self.run_dir)])
+        status = self.status + " by a signal" * (self.summary.details.get("ending") == "signal")
+        facts = ", ".join([status, f"step {self.summary.step}", *figures, str(self.run_dir)])
         return f"{type(self).__name__}({facts})"
 
     def _repr_html_(self) -> str:
