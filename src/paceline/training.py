@@ -101,7 +101,7 @@ def train(
         loaded = replace(loaded, recipe=replace(loaded.recipe, train=replace(loaded.recipe.train, until=None)))
     if processes > 1:
         return _train_in_processes(loaded, options, processes, quiet=quiet)
-    with restore_torch_settings(), restore_random_states(loaded.recipe.parallel.device):
+    with restore_torch_settings(), restore_random_states(None):
         return replace(train_recipe(loaded, options), make_task=task)
 
 

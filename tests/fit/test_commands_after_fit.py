@@ -129,6 +129,10 @@ def test_commands_open_what_has_a_name(program: Path) -> None:
     assert "Passed" in paceline(program, "audit", "run").stdout
     exported = paceline(program, "export", "run", "--format", "safetensors", "--output", "model.safetensors")
     assert exported.returncode == 0
+    exported = paceline(program, "export", "run", "--format", "torch-export", "--output", "model.pt2", "--trust-code")
+    assert "matches the network" in exported.stdout
+    refused = paceline(program, "predict", "run", "parts.py", "--trust-code")
+    assert "call predict(data) of paceline.fit's result" in refused.stderr
 
 
 def test_what_has_no_name_is_named(program: Path) -> None:

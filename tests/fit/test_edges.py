@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import paceline
+from paceline.data.objects.purity import Reading
 from paceline.errors import DataError, ModelError, RecipeError, RunDirectoryError, TrainingError
+from paceline.host.world import World
 
 Fit = Callable[..., Any]
 X = torch.randn(140, 5, generator=torch.Generator().manual_seed(0))
@@ -232,6 +234,22 @@ def test_the_sample_is_named(fit: Fit, kind: Any, given: Any, words: str) -> Non
     with raises(kind) as caught:
         fit(**given)
     assert words in str(caught.value)
+
+
+class Rows(Short):
+    def __len__(self) -> int:
+        return 100
+
+
+def test_several_processes_choose_loader_processes_alike(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = fit(train_set=Rows())
+    found = set()
+    for seconds in (1e-7, 1.0):
+        reading = Reading(seconds=seconds)
+        monkeypatch.setattr("paceline.tasks.objects.read_again", lambda _, reading=reading: reading)
+        facts = result.make_task(result.task.recipe).data_facts(World(world_size=2, local_world_size=2))
+        found.add(facts.description["workers"])
+    assert len(found) == 1
 
 
 # After a run

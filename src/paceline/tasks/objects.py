@@ -66,7 +66,7 @@ class Fit(Task):
     def __init__(self, recipe: Recipe, objects: Objects | None = None) -> None:
         super().__init__(recipe)
         self.objects = named_objects(recipe) if objects is None else objects
-        self._world_size = 1
+        self._world = World()
         self._takes_model = takes_model(self.objects.loss)
         self._each_loss = None if self._takes_model else one_by_one(self.objects.loss)
         self._means = {name: each for name, each in self.objects.metrics.items() if not _is_torchmetric(each)}
@@ -102,7 +102,7 @@ class Fit(Task):
 
     def data_facts(self, world: World) -> DataFacts:
         """Read a few samples, and return how many there are."""
-        self._world_size = world.world_size
+        self._world = world
         workers, reason = self._choose_workers(world)
         digests = [each.digest for each in self._readings.values()]
         counts = [len(each) for each in self._splits.values()]
@@ -142,14 +142,15 @@ class Fit(Task):
         if train.workers is not None:
             return train.workers, "as the DataLoader says"
         seconds = self._readings[True].seconds
-        batch = seconds and seconds * self.recipe.batch.global_size / world.world_size
-        if batch is not None and batch < _FAST_SECONDS:
+        batch = seconds and seconds * self.recipe.batch.global_size
+        # Several processes must choose alike, and each measures a time of its own.
+        if batch is not None and batch < _FAST_SECONDS and world.world_size == 1:
             return 0, f"a batch is read in about {1000 * batch:.1f} ms"
         return share_of_cores(world)
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
         """Open the stream of batches."""
-        workers, _ = self._choose_workers(World())
+        workers, _ = self._choose_workers(self._world)
 
         def split(*, training: bool) -> OpenedSplit:
             samples = self._splits.get(training, self.objects.train_set)
@@ -243,7 +244,7 @@ class Fit(Task):
         if len(batch.ids) < _FEWEST or (not is_weighted and is_mean(self.loss, trial, batch, weighing)):
             return
         sizes = self.recipe.batch.sizes().values()
-        parts = max(sizes) // micro_batch_size(self.recipe, self._world_size)
+        parts = max(sizes) // micro_batch_size(self.recipe, self._world.world_size)
         found = (
             "loss is not the mean of its samples' losses (class weights, ignored targets, a sum or comparisons change "
             "it), so it depends on the size of micro-batches and the number of processes"
