@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import platform
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -225,6 +226,43 @@ def read_plan_to_resume(run: RunDirectory) -> dict[str, Any]:
                 "copy, or start the run in another directory."
             )
     return plan
+
+
+def changed_objects(run: RunDirectory, data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]:
+    """Return a sentence for each object of yours, by its argument, that is not what the run was started with.
+
+    Another version of Python compiles the same functions otherwise, so that nothing can be told.
+
+    Args:
+        run: The run directory.
+        data: The plan's facts of the data now, with digests of the objects.
+        names: The names of the objects now.
+    """
+    with contextlib.suppress(RunDirectoryError):
+        if str(read_environment(run).get("python")).split(".")[:2] != platform.python_version().split(".")[:2]:
+            return {}
+    was, now = (each.get("objects", {}) for each in (read_plan_to_resume(run)["data"], data))
+    old, changed = read_recipe(run).get("objects") or {}, {}
+    for name in (each for each in was if was[each] != now.get(each)):
+        changed[name] = f"{name} has changed since the run started"
+        if old.get(name) != names.get(name):
+            changed[name] = f"{name} was {old.get(name)} and is now {names.get(name)}"
+    return changed
+
+
+def check_objects(run: RunDirectory, data: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Check that a completed run is that of these objects; arguments as for :func:`changed_objects`.
+
+    Raises:
+        RunDirectoryError: Naming what differs.
+    """
+    if changed := changed_objects(run, data, names):
+        raise RunDirectoryError(
+            f"the run in '{run.root}' is complete, and {'; '.join(changed.values())}: its metrics and weights are "
+            "those of the former; give the same again, or choose another run directory.",
+            key=next(iter(changed)),
+            path=run.root,
+        )
 
 
 def read_environment(run: RunDirectory) -> dict[str, Any]:

@@ -443,13 +443,7 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
     if requested is None and _is_complete(directory, request):
         if not CheckpointStore(directory.checkpoints).steps():
             _check_none_missing(directory)
-        if changed := _changed_objects(directory, request):
-            raise RunDirectoryError(
-                f"the run in '{directory.root}' is complete, and {'; '.join(changed.values())}: its metrics and "
-                "weights are those of the former; give the same again, or choose another run directory.",
-                key=next(iter(changed)),
-                path=directory.root,
-            )
+        reader.check_objects(directory, request.plan.data, request.recipe.objects)
         return ResumeDecision(choice=ResumePoint(None, 0), completed=True)
     resumes = 0
     if directory.events.exists():  # before the records are cut back
@@ -670,7 +664,7 @@ def _notices(directory: RunDirectory, plan: Mapping[str, Any], request: ResumeRe
             effect = "the same samples, differently mixed, but not the same bits" if is_mixed else _NUMERICS_DIFFER
             value = getattr(current, number)
             compare(name, plan.get(number, value), value, effect)
-    notices += _changed_objects(directory, request).values()
+    notices += reader.changed_objects(directory, current.data, request.recipe.objects).values()
     torch_now = request.device_facts["torch"]
     with contextlib.suppress(RunDirectoryError):
         compare("torch", reader.read_environment(directory).get("torch", torch_now), torch_now, _NUMERICS_MAY_DIFFER)
@@ -684,26 +678,6 @@ def _notices(directory: RunDirectory, plan: Mapping[str, Any], request: ResumeRe
     effect = "the learning rate follows the new length"
     compare("length", f"{plan['total_steps']} steps", f"{current.total_steps} steps", effect)
     return tuple(notices)
-
-
-def _changed_objects(directory: RunDirectory, request: ResumeRequest) -> dict[str, str]:
-    """Return a sentence for each object, by its argument, that is not what the run was started with.
-
-    Another version of Python compiles the same functions otherwise, so that nothing can be told.
-    """
-    with contextlib.suppress(RunDirectoryError):
-        version = platform.python_version_tuple()[:2]
-        if tuple(str(reader.read_environment(directory).get("python")).split(".")[:2]) != version:
-            return {}
-    was, now = (each.get("objects", {}) for each in (reader.read_plan_to_resume(directory)["data"], request.plan.data))
-    old, new = reader.read_recipe(directory).get("objects") or {}, request.recipe.objects
-    changed = {}
-    for name in was:
-        if was[name] != now.get(name):
-            names = [f"{name} was {old.get(name)}", f"is now {new.get(name)}"]
-            is_named = old.get(name) != new.get(name)
-            changed[name] = " and ".join(names) if is_named else f"{name} has changed since the run started"
-    return changed
 
 
 def _is_complete(directory: RunDirectory, request: ResumeRequest) -> bool:

@@ -128,14 +128,9 @@ def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
     recipe = _load(source, overrides)
     # A custom task may use the images of the data section.
     if recipe.task not in _OF_IMAGES and _annotated(recipe.data.dataset) is None and not is_reference(recipe.task):
-        if recipe.task == "fit":
-            raise DataError(
-                "check-data looks at images, and the data of this run are objects; paceline.fit reads some of their "
-                "samples twice, and names what differs before the first step."
-            )
         raise DataError(
             f"check-data looks at images, not at task={recipe.task} with data.dataset={recipe.data.dataset}; nothing "
-            f"was checked. `paceline train {source} --plan-only` reads the data and reports what is wrong."
+            f"was checked; `paceline train {source} --plan-only`, or paceline.fit, reads them and says what is wrong."
         )
     for key in set_by(overrides):
         if not key.startswith("data.") or (key.startswith(_WITHOUT_EFFECT) and not is_reference(recipe.data.dataset)):
