@@ -13,8 +13,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.parsing.arguments import folder as path_of
-from paceline.parsing.arguments import shown, whole
 from paceline.checkpoint.format import inventory
 from paceline.checkpoint.manifest import check_component_names, read_components, read_manifest
 from paceline.checkpoint.publish import BackgroundWriter
@@ -22,6 +20,8 @@ from paceline.checkpoint.state import Component, HostCopies, OptimizerComponent,
 from paceline.checkpoint.store import CheckpointStore, step_of
 from paceline.distributed.current import current_collectives
 from paceline.errors import CheckpointError, did_you_mean
+from paceline.parsing.arguments import folder as path_of
+from paceline.parsing.arguments import shown, whole
 from paceline.records.run_directory import RunDirectory
 
 _VALUES = "plain_values"  # the fact in a manifest that lists the parts without a state_dict

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from paceline.parsing.arguments import checked_step, whole
-from paceline.parsing.arguments import folder as path_of
 from paceline.distributed.current import current_world
 from paceline.errors import DataError, RunDirectoryError
+from paceline.parsing.arguments import checked_step, whole
+from paceline.parsing.arguments import folder as path_of
 from paceline.records.ledger import LedgerWriter, ledger_files, ledger_path, read_ledger, truncate_ledgers
 from paceline.records.own_ledger import OwnLedger, read_own_ledger
 from paceline.records.run_directory import RunDirectory

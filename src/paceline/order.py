@@ -11,10 +11,10 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from paceline.parsing.arguments import checked_step, whole
 from paceline.data.order import StepGeometry
 from paceline.distributed.current import current_world
 from paceline.errors import CheckpointError, DataError
+from paceline.parsing.arguments import checked_step, whole
 
 
 class BatchOrder(BatchSampler):

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.parsing.arguments import tensor
 from paceline.distributed.current import current_collectives
 from paceline.errors import DataError
 from paceline.metrics.accumulator import exact_sum
+from paceline.parsing.arguments import tensor
 
 
 class ExactMean:

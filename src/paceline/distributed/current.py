@@ -6,11 +6,11 @@ import os
 
 import torch
 
-from paceline.parsing.arguments import whole
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.environment import read_launch
 from paceline.errors import LaunchError
 from paceline.host.world import World
+from paceline.parsing.arguments import whole
 
 
 def current_world(rank: int | None = None, world_size: int | None = None) -> World:

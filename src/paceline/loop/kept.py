@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.parsing.arguments import shown
 from paceline.checkpoint.state import Component, OptimizerComponent, State, bare_module, has_state
 from paceline.checkpoint.weights import weights_sha256
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.data_parallel import BUFFER_SYNC, has_training_buffers
 from paceline.errors import LoopError
+from paceline.parsing.arguments import shown
 
 Replica = nn.parallel.DistributedDataParallel
 _RESERVED = ("progress", "window", "clock")

@@ -77,12 +77,12 @@ class Loop:
         from paceline.plugins.loading import loading
 
         with loading():
-            from paceline.parsing.arguments import folder, whole
             from paceline.data.objects.keyed import seed_generators
             from paceline.data.objects.samples import take_apart
             from paceline.loop.kept import Kept
             from paceline.loop.opening import Given, LoopSubject
             from paceline.loop.turns import Turns
+            from paceline.parsing.arguments import folder, whole
 
         given = Given(
             run_dir=folder("run_dir", run_dir, error=LoopError),

@@ -16,7 +16,6 @@ from typing import Any, SupportsFloat
 
 import torch
 
-from paceline.parsing.arguments import shown
 from paceline.data.batch import Nested
 from paceline.data.loaders.pytorch import LoaderBackend
 from paceline.data.objects.keyed import KeyedReader
@@ -28,6 +27,7 @@ from paceline.distributed.device import check_communication, choose_device, desc
 from paceline.distributed.environment import LaunchEnvironment, read_launch
 from paceline.errors import LoopError, RecipeError, RunDirectoryError, did_you_mean
 from paceline.host.world import COMMAND_VARIABLE, World
+from paceline.parsing.arguments import shown
 from paceline.plan import DataFacts, Plan, make
 from paceline.recipe.load import OWN_LOOP, LoadedRecipe, load_recipe
 from paceline.records.reader import read_plan_to_resume, read_recipe

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.parsing.arguments import tensor
 from paceline.data.batch import Batch
 from paceline.distributed.collectives import Collectives
 from paceline.errors import LoopError
 from paceline.loop.kept import Replica
 from paceline.metrics.accumulator import Accumulator, Metric
+from paceline.parsing.arguments import tensor
 from paceline.records.events import EvaluationEvent
 
 # Names in the records of an evaluation, and in the summary.

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.parsing.arguments import tensor
 from paceline.checkpoint.manifest import read_components
 from paceline.checkpoint.publish import BackgroundWriter
 from paceline.checkpoint.state import Registry
@@ -33,6 +32,7 @@ from paceline.loop.kept import Kept
 from paceline.loop.opening import LoopSubject, SampleStream
 from paceline.loop.scores import Scores, modes_restored
 from paceline.metrics.accumulator import Metric
+from paceline.parsing.arguments import tensor
 from paceline.parsing.units import counted, format_count
 from paceline.records.events import EvaluationEvent, Status, StepEvent, StopEvent
 from paceline.records.ledger import LedgerWriter, ledger_path
