@@ -142,7 +142,8 @@ class SampleStream:
 
     @staticmethod
     def _reader(samples: Samples, seed: int, training: bool, note: Any) -> KeyedReader:
-        return KeyedReader(samples, seed=seed, training=training, divide=_whole, note=note)
+        # Each step seeds the generators anew after its samples are read; an evaluation goes on with those of its step.
+        return KeyedReader(samples, seed=seed, training=training, divide=_whole, note=note, restores=not training)
 
 
 def _whole(batch: Any) -> tuple[Nested, Nested]:

@@ -9,18 +9,19 @@ from __future__ import annotations
 import random
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from paceline.data.batch import Batch, Nested
 from paceline.data.loaders.pytorch import ReadFailure
 from paceline.data.objects.parts import parts_of
 from paceline.data.objects.samples import Columns, Samples
-from paceline.data.random_draws import derive_seed
-from paceline.data.slices import SampleSlice
+from paceline.data.random_draws import derive_seed, derive_seeds
+from paceline.data.slices import SampleIds, SampleSlice
 from paceline.errors import PacelineError
 
 # First number mixed into the seeds, so that training, evaluation and collating draw apart from one another.
@@ -38,7 +39,10 @@ def seed_generators(*key: int, domain: Domain, others: tuple[Any, ...] = ()) -> 
         domain: What the numbers are drawn for.
         others: Objects with ``set_random_seed``, as albumentations has.
     """
-    seed = derive_seed(_DOMAINS[domain], *key)
+    _seed(derive_seed(_DOMAINS[domain], *key), others)
+
+
+def _seed(seed: int, others: tuple[Any, ...]) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  # the generator that other people's transforms use
     torch.default_generator.manual_seed(seed)
@@ -73,6 +77,7 @@ class KeyedReader:
         training: Whether they are trained on: their draws then differ from epoch to epoch.
         divide: Divides a batch into inputs and targets; by default all are inputs.
         note: Called with each sample's number before it is read.
+        restores: Whether to restore the global generators after reading; loader processes need not.
     """
 
     is_divisible = False
@@ -86,8 +91,10 @@ class KeyedReader:
         training: bool,
         divide: Divide = lambda batch: (batch, ()),
         note: Callable[[int], None] | None = None,
+        restores: bool = True,
     ) -> None:
         self.samples, self._seed, self._divide, self._note = samples, seed, divide, note
+        self._restores = restores
         self._domain: Domain = "training" if training else "held out"
         self._others = () if samples.columns is not None else albumentations_in(samples.data)
 
@@ -97,10 +104,13 @@ class KeyedReader:
             if self.samples.columns is not None:
                 made = _rows(self.samples.columns, torch.tensor(piece.ids))
             else:
-                with kept_generators():
+                restores = self._restores and get_worker_info() is None
+                with kept_generators() if restores else nullcontext():
                     read = []
-                    for sample, key in zip(piece.ids.tolist(), piece.variation_keys.tolist(), strict=True):
-                        read.append(self.read(sample, piece.epoch, key))
+                    for sample, seed in zip(
+                        piece.ids.tolist(), self._seeds(piece.epoch, piece.variation_keys), strict=True
+                    ):
+                        read.append(self._read(sample, seed))
                     sample = -1
                     turn = (piece.epoch, piece.step, piece.logical_rank)
                     seed_generators(self._seed, *turn, domain="collate")
@@ -110,19 +120,23 @@ class KeyedReader:
             return _failure(self.samples, sample, piece, error)
         return Batch(inputs, targets, piece.ids, piece)
 
-    def read(self, sample: int, epoch: int, key: int | None = None) -> Any:
+    def read(self, sample: int, epoch: int) -> Any:
         """Read one sample, with the generators seeded for it.
 
         Args:
             sample: Its number.
             epoch: The epoch, which has no effect on held-out samples.
-            key: The number that keys its draws; by default the sample's.
         """
+        return self._read(sample, *self._seeds(epoch, np.array([sample])))
+
+    def _seeds(self, epoch: int, keys: SampleIds) -> list[int]:
+        turn = epoch if self._domain == "training" else 0
+        return derive_seeds(_DOMAINS[self._domain], self._seed, turn, ids=keys)
+
+    def _read(self, sample: int, seed: int) -> Any:
         if self._note is not None:
             self._note(sample)
-        turn = epoch if self._domain == "training" else 0
-        key = sample if key is None else key
-        seed_generators(self._seed, turn, key, domain=self._domain, others=self._others)
+        _seed(seed, self._others)
         return self.samples.read(sample)
 
 
