@@ -100,6 +100,19 @@ def interrupt(name: str, folder: Path, step: int, ranks: int, number: signal.Sig
     return []
 
 
+def killed_at_a_step(folder: Path, rank: int) -> Path:
+    """Write a program of which one rank kills itself at the step KILLED_AT."""
+    kills = f'loop.rank == {rank} and str(step) == os.environ["KILLED_AT"] and os.kill(os.getpid(), 9)'
+    program = (
+        (PROGRAMS / "accelerated.py")
+        .read_text()
+        .replace("    if loop.rank == 0:", f"    {kills}\n    if loop.rank == 0:")
+    )
+    path = folder / "mine.py"
+    path.write_text(f"import os\n{program}")
+    return path
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     done: dict[tuple[str, int], dict[str, Any]] = {}
@@ -198,14 +211,21 @@ def test_at_most_ten_lines_differ_from_the_loop_without(name: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.needs("accelerate")
-def test_the_launcher_of_accelerate_starts_a_loop(undisturbed: Any, runs: Path) -> None:
-    words = ["accelerate", "launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
-    words += ["--mixed_precision", "no", "--dynamo_backend", "no", str(PROGRAMS / "accelerated.py")]
+def test_killed_under_the_launcher_of_accelerate_a_loop_ends_with_the_same_bits(undisturbed: Any, runs: Path) -> None:
+    # With --cpu it starts several processes only through mpirun; with --multi_gpu it starts them without a GPU too.
+    words = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    words += ["--mixed_precision", "no", "--dynamo_backend", "no", str(killed_at_a_step(runs, rank=1))]
     own = {name: value for name, value in environment(runs, 0, 2).items() if name in ("PATH", "PYTHONPATH")}
-    done = subprocess.run(
-        words, cwd=runs, env={**own, "HF_HOME": str(runs)}, capture_output=True, text=True, check=False
-    )
+
+    def launch(step: str) -> subprocess.CompletedProcess[str]:
+        settings = {**own, "HF_HOME": str(runs), "OMP_NUM_THREADS": "1", "KILLED_AT": step}
+        return subprocess.run(
+            words, cwd=runs, env=settings, capture_output=True, text=True, check=False, timeout=SECONDS
+        )
+
+    assert launch("14").returncode != 0
+    done = launch("never")
     assert done.returncode == 0, done.stderr
     summary = json.loads((runs / "run" / "summary.json").read_text())
-    assert summary["world_size"] == 2
-    assert summary["weights_sha256"] == undisturbed("accelerated", 2)["weights_sha256"]
+    assert (summary["world_size"], summary["resumes"]) == (2, 1)
+    check_equal(runs, summary, undisturbed("accelerated", 2))

@@ -291,3 +291,30 @@ def test_a_job_that_is_preempted_by_sigterm_goes_on_too(tmp_path: Path, undistur
         slurm.wait_for_step("preempted", 5)
         running.call("srun", "--partition=high", "--nodes=2", "--ntasks=2", "true")
         assert_went_on_to_the_same_end(slurm, job_id, "preempted", undisturbed)
+
+
+@pytest.mark.thorough
+def test_a_loop_killed_under_srun_ends_with_the_same_bits(slurm: Slurm) -> None:
+    source = (HERE.parent / "loops" / "programs" / "accelerated.py").read_text()
+    kills = 'loop.rank == 1 and str(step) == os.environ["KILLED_AT"] and os.kill(os.getpid(), 9)'
+    program = source.replace("    if loop.rank == 0:", f"    {kills}\n    if loop.rank == 0:")
+    summaries = []
+    for name, steps in (("whole", ["never"]), ("killed", ["14", "never"])):
+        folder = slurm.folder / name
+        folder.mkdir()
+        (folder / "mine.py").write_text(f"import os\n{program}")
+        for step in steps:
+            done = subprocess.run(
+                ["srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=1", sys.executable, "mine.py"],
+                cwd=folder,
+                env={**slurm.environment(), "KILLED_AT": step},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_WAIT_SECONDS,
+            )
+            assert (done.returncode == 0) == (step == "never"), done.stderr
+        summaries.append(slurm.summary(f"{name}/run"))
+    whole, killed = summaries
+    assert (killed["status"], killed["world_size"], killed["resumes"]) == ("completed", 2, 1)
+    assert (killed["weights_sha256"], killed["ledger"]) == (whole["weights_sha256"], whole["ledger"])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.random_draws import derive_seed, philox4x32, uniforms
+from paceline.data.random_draws import derive_seed, derive_seeds, philox4x32, uniforms
 
 SEEDS = st.integers(0, 2**64 - 1)
 EPOCHS = st.integers(0, 2**32 - 1)
@@ -105,3 +105,11 @@ def test_dropout_seeds_are_fixed_for_good() -> None:
     assert derive_seed(0, 0, 0) == 4635879678023765015
     assert derive_seed(1, 2, 3) == 7602938901349714354
     assert derive_seed(2**63 - 1, 10**6, 63) == 2992138418357068992
+
+
+def test_seeds_of_many_ids_are_those_of_each() -> None:
+    ids = np.array([0, 1, 2**31, 2**62 + 1])
+    for parts in ((), (2**63 - 1, 5), (0x747261696E, 3, 2)):
+        seeds = derive_seeds(*parts, ids=ids)
+        assert seeds == [derive_seed(*parts, each) for each in ids.tolist()]
+        assert {*map(type, seeds)} == {int}

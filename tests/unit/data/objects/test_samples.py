@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from paceline.data.batch import Batch
 from paceline.data.loaders.pytorch import ReadFailure
-from paceline.data.objects.keyed import KeyedReader, kept_generators, seed_generators
+from paceline.data.objects.keyed import KeyedReader, seed_generators
 from paceline.data.objects.samples import Samples, take_apart
 from paceline.data.slices import first_samples
 from paceline.errors import DataError
@@ -139,12 +139,21 @@ def test_held_out_samples_are_the_same_in_every_epoch() -> None:
 
 
 def test_the_generators_go_on_as_if_nothing_had_been_read() -> None:
+    reader = KeyedReader(take_apart(Drawn(), "train_set"), seed=3, training=True, divide=lambda batch: (batch, ()))
     seed_generators(1, domain="training")
-    expected = torch.rand(1).item(), float(np.random.rand()), random.random()  # noqa: NPY002  # as people write it
+    expected = Drawn()[0]
     seed_generators(1, domain="training")
-    with kept_generators():
-        seed_generators(2, domain="collate")
-    assert (torch.rand(1).item(), float(np.random.rand()), random.random()) == expected  # noqa: NPY002  # as people write it
+    reader[first_samples(4)]
+    assert Drawn()[0] == expected
+
+
+def test_a_sample_is_the_same_alone_and_in_a_batch() -> None:
+    for restores in (True, False):
+        samples = take_apart(Drawn(), "train_set", list)
+        reader = KeyedReader(samples, seed=3, training=True, divide=lambda batch: (batch, ()), restores=restores)
+        batch = reader[first_samples(4)]
+        assert isinstance(batch, Batch)
+        assert batch.inputs == [drawn(sample, 0) for sample in range(4)]
 
 
 class Faulty(Rows):

@@ -1,0 +1,41 @@
+"""Figures that pages of the guide state are those of their result files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def result(claim: str) -> dict[str, Any]:
+    (path,) = (ROOT / "benchmarks" / "results").glob(f"{claim}_*.json")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def page(name: str) -> str:
+    return " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split())
+
+
+def test_samples_that_other_trainers_lose() -> None:
+    found, said = result("resume-of-hosts"), page("other-trainers.md")
+    ours = [row for row in found["rows"] if "BatchOrder" in row["program"]]
+    assert len(ours) == 8
+    assert {row["processes"] for row in ours} == {1, 2}
+    assert not any(row["repeated"] or row["never_seen"] for row in ours)
+    assert all(row["order_equal"] and row["weights_equal"] for row in ours)
+    lost = {
+        row["program"].partition(",")[0]: (row["repeated"], row["never_seen"])
+        for row in found["rows"]
+        if row not in ours and row["processes"] == 1
+    }
+    versions, accelerate = found["versions"], lost["accelerate"]
+    stated = (
+        f"Accelerate {versions['accelerate']} repeats {accelerate[0]} of 64 samples and never sees {accelerate[1]}, "
+        f"Lightning {versions['lightning']} {lost['lightning'][0]} and {lost['lightning'][1]}, Hugging Face's Trainer "
+        f"(transformers {versions['transformers']}) {lost['trainer'][0]} and {lost['trainer'][1]}; "
+        f"torch {versions['torch']}"
+    )
+    assert stated in said
