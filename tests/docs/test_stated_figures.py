@@ -33,9 +33,23 @@ def test_samples_that_other_trainers_lose() -> None:
     }
     versions, accelerate = found["versions"], lost["accelerate"]
     stated = (
-        f"Accelerate {versions['accelerate']} repeats {accelerate[0]} of 64 samples and never sees {accelerate[1]}, "
+        f"Accelerate {versions['accelerate']} repeats {accelerate[0]} of 64 samples and misses {accelerate[1]}, "
         f"Lightning {versions['lightning']} {lost['lightning'][0]} and {lost['lightning'][1]}, Hugging Face's Trainer "
-        f"(transformers {versions['transformers']}) {lost['trainer'][0]} and {lost['trainer'][1]}; "
-        f"torch {versions['torch']}"
+        f"(transformers {versions['transformers']}) {lost['trainer'][0]} and {lost['trainer'][1]} "
+        f"(torch {versions['torch']})"
     )
     assert stated in said
+
+
+def test_cost_of_a_loop_of_your_own() -> None:
+    found = result("own-loop")
+    rows = found["measurements"]
+    ratios = [row["processor_time_ratio"]["median"] for row in rows]
+    steps = {f"{row['plain_processor_time_milliseconds']['median'] / 1000:.1f}" for row in rows}
+    seconds = {what: each["processor_time"]["median"] for what, each in found["starts"].items()}
+    stated = (
+        f"At batch 64 and {' or '.join(sorted(steps))} s a step, it takes {min(ratios):.2f} to {max(ratios):.2f} times "
+        f"a plain loop's processor time; importing takes {seconds['import']:.2f} s, opening "
+        f"a run {seconds['open']:.1f} s"
+    )
+    assert stated in page("own-loop.md")

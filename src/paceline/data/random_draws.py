@@ -7,8 +7,6 @@ advance past skipped samples.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -75,10 +73,3 @@ def derive_seed(*parts: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
         state ^= state >> 31
     return state >> 1
-
-
-def derive_seeds(*parts: int, ids: NDArray[np.int64]) -> list[int]:
-    """Return ``derive_seed(*parts, id)`` for each id."""
-    words: Any = ids.astype(np.uint64)
-    seeds: Any = derive_seed(*parts, words)  # whose arithmetic is modulo 2**64, as that of such an array
-    return [*map(int, seeds)]

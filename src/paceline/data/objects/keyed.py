@@ -14,13 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
 from paceline.data.batch import Batch, Nested
 from paceline.data.loaders.pytorch import ReadFailure
 from paceline.data.objects.parts import parts_of
 from paceline.data.objects.samples import Columns, Samples
-from paceline.data.random_draws import derive_seed, derive_seeds
+from paceline.data.random_draws import derive_seed
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.errors import PacelineError
 
@@ -31,18 +30,17 @@ Divide = Callable[[Any], tuple[Nested, Nested]]
 """Divides a batch, as ``collate`` made it, into inputs and targets."""
 
 
-def seed_generators(*key: int, domain: Domain, others: tuple[Any, ...] = ()) -> None:
-    """Seed the global generators of Python, NumPy and torch (on the CPU), and those of ``others``.
+def seed_generators(*key: int, domain: Domain) -> None:
+    """Seed the global generators of Python, NumPy and torch (on the CPU).
 
     Args:
         key: Numbers that say what is drawn, such as (seed, epoch, sample).
         domain: What the numbers are drawn for.
-        others: Objects with ``set_random_seed``, as albumentations has.
     """
-    _seed(derive_seed(_DOMAINS[domain], *key), others)
+    _seed(derive_seed(_DOMAINS[domain], *key))
 
 
-def _seed(seed: int, others: tuple[Any, ...]) -> None:
+def _seed(seed: int, others: tuple[Any, ...] = ()) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  # the generator that other people's transforms use
     torch.default_generator.manual_seed(seed)
@@ -77,7 +75,7 @@ class KeyedReader:
         training: Whether they are trained on: their draws then differ from epoch to epoch.
         divide: Divides a batch into inputs and targets; by default all are inputs.
         note: Called with each sample's number before it is read.
-        restores: Whether to restore the global generators after reading; loader processes need not.
+        restores: Whether to restore the global generators after reading.
     """
 
     is_divisible = False
@@ -104,13 +102,11 @@ class KeyedReader:
             if self.samples.columns is not None:
                 made = _rows(self.samples.columns, torch.tensor(piece.ids))
             else:
-                restores = self._restores and get_worker_info() is None
-                with kept_generators() if restores else nullcontext():
+                with kept_generators() if self._restores else nullcontext():
                     read = []
-                    for sample, seed in zip(
-                        piece.ids.tolist(), self._seeds(piece.epoch, piece.variation_keys), strict=True
-                    ):
-                        read.append(self._read(sample, seed))
+                    seeds = self._seeds(piece.epoch, piece.variation_keys)
+                    for sample, seed in zip(piece.ids.tolist(), seeds, strict=True):
+                        read.append(self.read(sample, piece.epoch, seed))
                     sample = -1
                     turn = (piece.epoch, piece.step, piece.logical_rank)
                     seed_generators(self._seed, *turn, domain="collate")
@@ -120,24 +116,24 @@ class KeyedReader:
             return _failure(self.samples, sample, piece, error)
         return Batch(inputs, targets, piece.ids, piece)
 
-    def read(self, sample: int, epoch: int) -> Any:
+    def read(self, sample: int, epoch: int, seed: int | None = None) -> Any:
         """Read one sample, with the generators seeded for it.
 
         Args:
             sample: Its number.
             epoch: The epoch, which has no effect on held-out samples.
+            seed: Its seed, by default that of the sample in this epoch.
         """
-        return self._read(sample, *self._seeds(epoch, np.array([sample])))
-
-    def _seeds(self, epoch: int, keys: SampleIds) -> list[int]:
-        turn = epoch if self._domain == "training" else 0
-        return derive_seeds(_DOMAINS[self._domain], self._seed, turn, ids=keys)
-
-    def _read(self, sample: int, seed: int) -> Any:
         if self._note is not None:
             self._note(sample)
-        _seed(seed, self._others)
+        _seed(self._seeds(epoch, np.array([sample]))[0] if seed is None else seed, self._others)
         return self.samples.read(sample)
+
+    def _seeds(self, epoch: int, keys: SampleIds) -> Any:
+        turn = epoch if self._domain == "training" else 0
+        words: Any = keys.astype(np.uint64)  # the arithmetic of derive_seed is modulo 2**64, as that of such an array
+        seeds: Any = derive_seed(_DOMAINS[self._domain], self._seed, turn, words)
+        return seeds.tolist()
 
 
 def _rows(columns: Columns, ids: torch.Tensor) -> Any:
