@@ -22,10 +22,10 @@ from paceline.data.image.source import EXTENSIONS
 from paceline.data.tables import TableFile
 from paceline.errors import DataError, PacelineError
 from paceline.parsing.files import SkippedItems, refuse_archive
+from paceline.plugins.dataset_registry import detect_dataset
 from paceline.prediction.sources import pictures_of
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
-from paceline_data.packing.origins import detect
 from paceline_text.sets.documents import open_text
 from paceline_vision.sets.masks import open_masks
 
@@ -253,7 +253,7 @@ def test_an_archive_is_to_be_unpacked(ending: str, tmp_path: Path) -> None:
         lambda: open_masks(data),
         lambda: open_text(replace(data, dataset="text_folder")),
     ]
-    actions += [lambda: detect(str(path))] * (ending != "tar")
+    actions += [lambda: detect_dataset(str(path))] * (ending != "tar")
     actions += [lambda: list(pictures_of([path], SkippedItems()))] * (ending in ("7z", "rar", "tar.zst"))
     for action in actions:
         with pytest.raises(PacelineError, match="is an archive: unpack it"):

@@ -12,8 +12,8 @@ from PIL import Image
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.source import SampleSource
 from paceline.errors import DataError
+from paceline.plugins.dataset_registry import detect_dataset
 from paceline.recipe.data import Data
-from paceline_data.packing.origins import detect
 
 hub = pytest.importorskip("datasets", reason="needs datasets")
 
@@ -78,7 +78,7 @@ def test_parquet_as_on_the_hub(tmp_path: Path, whole: Any, kind: str, files: lis
                 features=each.features,
             )
             shard.to_parquet(tmp_path / "data" / f"{name}-{index:05}-of-00002.parquet", batch_size=3)
-    assert detect(str(tmp_path)) == "huggingface"
+    assert detect_dataset(str(tmp_path)) == "huggingface"
     found = opened(tmp_path, kind)
     assert (found.classes, found.train.path(0).split(" in ")[0]) == (tuple(LABELS), f"{splits['train'][0]['id']}.png")
     assert same(found.train, splits["train"])
