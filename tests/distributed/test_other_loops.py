@@ -122,7 +122,7 @@ def test_both_ranks_load_the_same_checkpoint(said: list[dict[str, Any]]) -> None
     [
         ("step", "Rank 0 saves step 3 and rank 1 step 4: call save() after the same step on every rank."),
         ("parts", "Rank 0 saves model, of_rank_0 and rank 1 model, of_rank_1: give the same parts on every rank."),
-        ("content", "value.value cannot be saved: the value is of type builtins.object, but a state holds only"),
+        ("content", "'value' is an object, which has no state_dict and load_state_dict: give an object with both, or"),
         ("absent", "holds no part 'more'; it holds model, order: load what was saved."),
     ],
 )
