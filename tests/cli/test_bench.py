@@ -121,14 +121,7 @@ def test_time_to_a_target(paceline_here: Call, tiny: tuple[str, ...], tmp_path: 
     for each in row["each"]:
         assert 0 < each["train_seconds"] < each["wall_seconds"]
     assert row["cost"]["middle"] == pytest.approx(row["median_wall_seconds"]["middle"] / 1000)
-    entry, progress = sorted((tmp_path / "out").glob("paceline-digits-1.*"))
-    assert {"version", "author", "framework", "model", "hardware", "costPerHour", "timestamp"} <= set(
-        json.loads(entry.read_text())
-    )
-    lines = [line.split("\t") for line in progress.read_text().splitlines()]
-    assert lines[0][:3] == ["epoch", "hours", "top1Accuracy"]
-    assert float(lines[-1][2]) >= 20
-    assert float(lines[-1][1]) * 3600 == pytest.approx(row["each"][0]["train_seconds"], rel=1e-3)
+    assert "top1_accuracy 20" in (tmp_path / "out" / "benchmark.md").read_text()
 
     done = paceline_here(*bench, "--runs", "1", "--to", "top1_accuracy=99.99")
     row = done.document["rows"][0]
