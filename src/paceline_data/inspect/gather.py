@@ -128,9 +128,10 @@ def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
     recipe = _load(source, overrides)
     # A custom task may use the images of the data section.
     if recipe.task not in _OF_IMAGES and _annotated(recipe.data.dataset) is None and not is_reference(recipe.task):
+        reads = "paceline.fit" if recipe.objects else f"`paceline train {source} --plan-only`"
         raise DataError(
             f"check-data looks at images, not at task={recipe.task} with data.dataset={recipe.data.dataset}; nothing "
-            f"was checked; `paceline train {source} --plan-only`, or paceline.fit, reads them and says what is wrong."
+            f"was checked. {reads} reads the data and reports what is wrong."
         )
     for key in set_by(overrides):
         if not key.startswith("data.") or (key.startswith(_WITHOUT_EFFECT) and not is_reference(recipe.data.dataset)):
