@@ -307,6 +307,8 @@ def _checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
         raise wrong_kind("metrics", metrics, "a dict of functions by name")
     found = dict(metrics or {})
     for name, each in found.items():
+        if name in ("weight", "label"):
+            raise RecipeError(f"metrics has {name!r}, a name that scores use; choose another.", key="metrics")
         if not name.isidentifier() or not callable(each):
             raise RecipeError(
                 f"metrics has {name!r}: {type(each).__name__}; give a name of letters, digits and underscores, and a "

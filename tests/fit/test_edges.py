@@ -326,3 +326,25 @@ def test_commands_point_to_the_result(fit: Fit) -> None:
         result.evaluate()
     with raises(DataError):
         result.mistakes()
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 2)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        answer: Tensor = self.layer(left + right)
+        return answer
+
+
+def test_examples_of_a_network_with_named_inputs_are_kept(fit: Fit) -> None:
+    data = {"left": X[:100], "right": X[:100].flip(1), "targets": (Y[:100] > 0).long()}
+    result = fit(model=Named, train_set=data, held_out=data, loss=F.cross_entropy)
+    assert (result.run_dir / "evaluation").is_dir()
+    assert result.confusion() is not None
+
+
+def test_a_name_that_scores_use_is_no_metric(fit: Fit) -> None:
+    with raises(RecipeError, key="metrics"):
+        fit(metrics={"weight": lambda outputs, targets: outputs})

@@ -350,6 +350,7 @@ class Turns:
                     grad_norm=norm,
                     timings={**timings, **{f"{phase}_seconds": None for phase in _UNSEEN & {*PHASES}}},
                     metrics=totals.logged,
+                    details={"logged": sorted(totals.logged)},
                 )
             )
             if run.mirroring is not None:

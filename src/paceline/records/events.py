@@ -138,7 +138,8 @@ class StepEvent(Event):
             ``noise_scale_low`` and ``noise_scale_high``, and what it is the ratio of, ``gradient_variance`` and
             ``gradient_square``: averages over about the last 50 measured steps (None if inconclusive).
         details: With several processes, ``slowest_rank``, ``slowest_phase`` and ``slowest_factor``, and
-            ``rank_seconds``: minimum, median and maximum over them for each phase.
+            ``rank_seconds``: minimum, median and maximum over them for each phase. Of a loop of your own, ``logged``:
+            the names of what it logs.
     """
 
     kind: ClassVar[str] = "step"

@@ -144,7 +144,10 @@ def weigh(weights: Any, train: Samples, held_out: Samples | None) -> tuple[Sampl
         sets = (train,) if held_out is None else (train, held_out)
         counted = [np.array([weights(each.read(i)) for i in range(len(each))]) for each in sets]
     else:
-        pair = weights if isinstance(weights, tuple) else (weights,)
+        is_pair = isinstance(weights, tuple) or (
+            isinstance(weights, list) and len(weights) == 2 and not isinstance(weights[0], int)
+        )
+        pair = weights if is_pair else (weights,)
         counted = [np.asarray(each) for each in pair]
     expected = [len(each) for each in (train, held_out) if each is not None]
     for role, array in zip(("train_set", "held_out"), counted, strict=False):

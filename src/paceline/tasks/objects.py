@@ -513,7 +513,7 @@ def without_wrapper(batch: Any) -> Nested:
 
 def call(model: Model, inputs: Nested) -> Any:
     """Call a network: with a dict by name, and with several inputs one by one, where its ``forward`` takes them so."""
-    forward = inspect.signature(getattr(model, "forward", model))
+    forward = _forward_of(model)
     if isinstance(inputs, Mapping) and _fits(forward, **inputs):
         return model(**inputs)
     if isinstance(inputs, tuple | list) and _fits(forward, *inputs):
@@ -523,7 +523,7 @@ def call(model: Model, inputs: Nested) -> Any:
 
 def unknown_names(model: Model, inputs: Nested) -> str:
     """Name the parts of a batch that a network's ``forward`` does not take, as the end of a sentence."""
-    forward = inspect.signature(getattr(model, "forward", model))
+    forward = _forward_of(model)
     if not isinstance(inputs, Mapping) or _fits(forward, **inputs):
         return ""
     given, taken = (", ".join(map(repr, each)) for each in (inputs, forward.parameters))
@@ -537,6 +537,11 @@ def _extreme_targets(samples: Samples) -> list[int]:
     if not isinstance(target, Tensor) or target.ndim != 1 or target.dtype == torch.bool or target.is_complex():
         return []
     return [int(target.argmin()), int(target.argmax())]
+
+
+def _forward_of(model: Model) -> inspect.Signature:
+    """Return what a network's ``forward`` takes; cached answers of a network are a method of its wrapper."""
+    return inspect.signature(getattr(getattr(model, "__self__", model), "forward", model))
 
 
 def _fits(signature: inspect.Signature, *arguments: Any, **named: Any) -> bool:

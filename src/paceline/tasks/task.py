@@ -54,7 +54,7 @@ BatchMaker = Callable[[int], Batch]
 _CPU = torch.device("cpu")
 
 # Reserved names of step records; names of durations end in _seconds.
-_RESERVED_NAMES = {each.name for each in fields(StepEvent)} | {"event", "time", "mfu", "skipped_steps"}
+_RESERVED_NAMES = {each.name for each in fields(StepEvent)} | {"event", "time", "mfu", "skipped_steps", "logged"}
 _RESERVED_NAMES |= {"data_wait_fraction", "padding_fraction", "token_imbalance", "gradient_variance", "gradient_square"}
 _RESERVED_PREFIXES = ("throughput_", "slowest_", "noise_scale")
 

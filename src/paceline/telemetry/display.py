@@ -469,8 +469,10 @@ def figures(record: Mapping[str, Any], unit: str) -> str:
         "data_wait_fraction": lambda share: f"data wait {share:.0%}",
     }
     parts = [text(record[key]) for key, text in formats.items() if record.get(key) is not None]
-    if "loss" in record and record["loss"] is None:
+    logged: Sequence[str] | None = record.get("logged")  # by a loop of your own, which may log no loss
+    if logged is None and "loss" in record and record["loss"] is None:
         parts.insert(0, "training loss not finite")
+    parts[:0] = [f"{name} {record[name]:.4g}" for name in logged or () if record.get(name) is not None]
     waits, step = record.get("communication_seconds"), record.get("step_seconds")
     if waits and step and waits >= _MIN_SHOWN_FRACTION * step:
         parts.append(f"communication {waits / step:.0%}")

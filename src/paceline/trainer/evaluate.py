@@ -6,7 +6,6 @@ The same pass collects the mean and spread of the inputs, the confusion matrix a
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -389,26 +388,26 @@ class _CachedForward:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._arguments: tuple[Any, ...] = ()
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._answer: torch.Tensor | None = None
         self._version = 0
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if self._is_cached(arguments) and not options:
+        if self._is_cached(arguments, options):
             return self._answer
         answer = self._model(*arguments, **options)
-        is_cacheable = isinstance(answer, torch.Tensor) and not answer.is_inference() and not options
-        self._arguments, self._answer = arguments, answer if is_cacheable else None
+        is_cacheable = isinstance(answer, torch.Tensor) and not answer.is_inference()
+        self._arguments, self._answer = (arguments, options), answer if is_cacheable else None
         self._version = _version_of(answer) if is_cacheable else 0
         return answer
 
-    def cached_answer(self, *arguments: Any) -> torch.Tensor:
+    def cached_answer(self, *arguments: Any, **options: Any) -> torch.Tensor:
         """Return the cached answer; with sharded weights, another pass would need the other processes.
 
         Raises:
             ValueError: If no answer is cached for these arguments.
         """
-        if self._answer is None or not self._is_cached(arguments):
+        if self._answer is None or not self._is_cached(arguments, options):
             raise ValueError("the task's `answers` calls the network differently than `score`")
         return self._answer
 
@@ -418,10 +417,12 @@ class _CachedForward:
             raise AttributeError(name)
         return getattr(self._model, name)
 
-    def _is_cached(self, arguments: tuple[Any, ...]) -> bool:
-        if self._answer is None or len(arguments) != len(self._arguments):
+    def _is_cached(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        known, named = self._arguments
+        if self._answer is None or len(arguments) != len(known) or options.keys() != named.keys():
             return False
-        return all(map(operator.is_, arguments, self._arguments)) and _version_of(self._answer) == self._version
+        pairs = (*zip(arguments, known, strict=True), *((options[name], named[name]) for name in named))
+        return all(one is other for one, other in pairs) and _version_of(self._answer) == self._version
 
 
 def _version_of(tensor: torch.Tensor) -> int:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from paceline.plan.epochs import Epochs
 from paceline.records.events import EvaluationEvent, IncidentEvent, ResumeEvent, StepEvent, StopEvent
-from paceline.telemetry.display import Display, LiveDisplay, PlainDisplay, RunProgress, choose_display
+from paceline.telemetry.display import Display, LiveDisplay, PlainDisplay, RunProgress, choose_display, figures
 
 
 def start(display: Display) -> None:
@@ -340,3 +340,9 @@ def _read(leader: int) -> bytes:
         return os.read(leader, 65536)
     except OSError:  # how Linux says that the other side has closed
         return b""
+
+
+def test_a_loop_of_your_own_may_log_no_loss() -> None:
+    logged = {"loss": None, "lr": 0.1, "logged": ["loss_d", "loss_g"], "loss_d": 1.25, "loss_g": None}
+    assert figures(logged, "samples") == "loss_d 1.25  lr 0.1"
+    assert figures({"loss": None, "lr": 0.1}, "samples") == "training loss not finite  lr 0.1"
