@@ -136,8 +136,8 @@ def _read(reader: KeyedReader) -> dict[str, Any]:
         seconds.append(time.perf_counter() - begun)
         if device := next((each.device for each in tensors_in(read) if each.device.type not in ("cpu", "meta")), None):
             return {"difference": f"{_name(reader, sample)} is on {device}, where loader processes cannot read it"}
-        first[sample] = _content(read)
-        if _content(reader.read(sample, 0)) != first[sample]:
+        first[sample] = bytes_of(read)
+        if bytes_of(reader.read(sample, 0)) != first[sample]:
             return {"difference": _name(reader, sample) + _cause(reader), "seconds": min(seconds)}
         if time.perf_counter() - started > _BUDGET_SECONDS:
             chosen = chosen[: len(first)]
@@ -152,7 +152,7 @@ def _read(reader: KeyedReader) -> dict[str, Any]:
     for difference, change in changes:
         change()
         for sample in reversed(chosen):
-            if _content(reader.read(sample, 0)) != first[sample]:
+            if bytes_of(reader.read(sample, 0)) != first[sample]:
                 return {"difference": _name(reader, sample) + difference, "seconds": middle}
             if time.perf_counter() - started > 2 * _BUDGET_SECONDS:
                 break
@@ -242,14 +242,14 @@ def _reorder_sets(reader: KeyedReader) -> None:
 
 
 def _digest(values: list[Any]) -> str:
-    return _joined([_content(each) for each in values])
+    return _joined([bytes_of(each) for each in values])
 
 
 def _joined(contents: list[bytes]) -> str:
     return hashlib.sha256(b"".join(contents)).hexdigest()
 
 
-def _content(value: Any) -> bytes:
+def bytes_of(value: Any) -> bytes:
     """Return what a sample holds, with its types; empty for content of unknown type, which is then not compared."""
     if isinstance(value, torch.Tensor):
         if value.device.type == "meta" or value.layout != torch.strided:
@@ -261,10 +261,10 @@ def _content(value: Any) -> bytes:
         array = np.asarray(value)
         return f"{array.dtype}{array.shape}".encode() + (b"" if array.dtype.hasobject else array.tobytes())
     if isinstance(value, Mapping):
-        pairs = [str(key).encode() + b"=" + _content(each) for key, each in value.items()]
+        pairs = [str(key).encode() + b"=" + bytes_of(each) for key, each in value.items()]
         return b"{" + b",".join(pairs) + b"}"
     if isinstance(value, list | tuple):
-        return b"[" + b",".join(map(_content, value)) + b"]"
+        return b"[" + b",".join(map(bytes_of, value)) + b"]"
     if isinstance(value, str | bytes | int | float | bool | complex | type(None)):
         return repr(value).encode()
     if hasattr(value, "tobytes"):  # a picture of Pillow
