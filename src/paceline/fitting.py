@@ -277,15 +277,19 @@ def _own_optimizer(optimizer: Any, model: Any) -> Any:
 
 def _remade(optimizer: torch.optim.Optimizer, model: Any) -> Any:
     """Return a function that makes an optimizer like one that was given, for a copy of its network."""
-    places = {id(each): place for place, each in enumerate(model.parameters())} if isinstance(model, nn.Module) else {}
-    groups = [
-        {**group, "params": [places.get(id(each)) for each in group["params"]]} for group in optimizer.param_groups
-    ]
-    if any(place is None for group in groups for place in group["params"]):
+    parameters = [*model.parameters()] if isinstance(model, nn.Module) else []
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    if not held <= {*map(id, parameters)}:
         raise RecipeError(
             "optimizer holds parameters that are not the model's; give a class or a function of the parameters.",
             key="optimizer",
         )
+    # It is made for the parameters that are trained.
+    places = {id(each): place for place, each in enumerate(each for each in parameters if each.requires_grad)}
+    groups = [
+        {**group, "params": [places[id(each)] for each in group["params"] if id(each) in places]}
+        for group in optimizer.param_groups
+    ]
     kind, defaults = type(optimizer), dict(optimizer.defaults)
     accepted = inspect.signature(kind).parameters
 

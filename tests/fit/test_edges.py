@@ -21,6 +21,7 @@ import paceline
 from paceline.data.objects.purity import Reading
 from paceline.errors import DataError, ModelError, RecipeError, RunDirectoryError, TrainingError
 from paceline.host.world import World
+from paceline.tasks.given_objects import fingerprint
 
 Fit = Callable[..., Any]
 X = torch.randn(140, 5, generator=torch.Generator().manual_seed(0))
@@ -131,6 +132,91 @@ def test_a_completed_run_is_not_given_for_another(fit: Fit) -> None:
     data[3, 2] += 1
     with raises(RunDirectoryError, key="train_set"):
         fit(**first, train_set=(data, Y[:100]))
+
+
+class Focal(nn.Module):
+    def __init__(self, gamma: float = 2.0) -> None:
+        super().__init__()
+        self._settings = {"gamma": (gamma,)}
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(outputs, targets) * self._settings["gamma"][0]
+
+
+class Scaled(Linear):
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.layer.scale = scale  # type: ignore[assignment]  # a setting of a submodule
+
+
+class Called:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(outputs, targets) * self.scale
+
+
+def given_optimizer(decay: float) -> dict[str, Any]:
+    network = Linear()
+    return {"model": network, "optimizer": torch.optim.AdamW(network.parameters(), weight_decay=decay), "lr": None}
+
+
+def made_optimizer(decay: float) -> dict[str, Any]:
+    return {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=decay), "lr": None}
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("loss", lambda setting: {"loss": Focal(setting)}),
+        ("loss", lambda setting: {"loss": Called(setting)}),
+        ("loss", lambda setting: {"loss": Called(setting).__call__}),
+        ("loss", lambda setting: {"loss": lambda outputs, targets: setting * F.mse_loss(outputs, targets)}),
+        ("model", lambda setting: {"model": Scaled(setting)}),
+        ("optimizer", given_optimizer),
+        ("optimizer", made_optimizer),
+    ],
+)
+def test_a_completed_run_is_not_given_for_other_settings(
+    fit: Fit, key: str, given: Callable[[float], dict[str, Any]]
+) -> None:
+    result = fit(**given(2.0), epochs=1)
+    assert fit(**given(2.0), epochs=1).was_complete
+    with raises(RunDirectoryError, key=key, path=result.run_dir):
+        fit(**given(5.0), epochs=1)
+
+
+def test_a_module_with_other_settings_has_no_name(fit: Fit) -> None:
+    def names(**given: Any) -> Any:
+        return fit(given["name"], loss=given["loss"], model=given["model"], epochs=1).task.recipe.objects
+
+    default = names(name="default", loss=Focal(), model=Scaled())
+    assert (default["loss"], default["model"]) == (f"{__name__}:Focal", f"{__name__}:Scaled")
+    other = names(name="other", loss=Focal(5.0), model=Scaled(3.0))
+    assert not {"loss", "model"} & {key for key, name in other.items() if ":" in name}
+
+
+def test_a_digest_is_of_code_and_not_of_what_a_run_changes() -> None:
+    network = nn.LSTM(3, 3)
+    network.own = [network]  # type: ignore[assignment]  # leads back to itself
+    compiled = torch.compile(F.mse_loss, backend="eager")
+    before = fingerprint(network), fingerprint(compiled)
+    network.eval()(torch.zeros(2, 3))
+    nn.init.zeros_(network.weight_hh_l0)
+    compiled(X, X)
+    assert (fingerprint(network), fingerprint(compiled)) == before
+
+
+@pytest.mark.parametrize("held", ["all", "trained"])
+def test_an_optimizer_may_hold_parameters_that_stay(fit: Fit, held: str) -> None:
+    network = nn.Sequential(nn.Linear(5, 5), Linear())
+    network[0].requires_grad_(requires_grad=False)
+    before = network[0].weight.clone(), network[1].layer.weight.clone()
+    parameters = {"all": network.parameters(), "trained": network[1].parameters()}[held]
+    fit(model=network, optimizer=torch.optim.AdamW(parameters, lr=0.1), lr=None)
+    assert torch.equal(network[0].weight, before[0])
+    assert not torch.equal(network[1].layer.weight, before[1])
 
 
 # Interrupted
@@ -296,6 +382,29 @@ def test_a_network_of_tensors_is_exported(fit: Fit, tmp_path: Path, form: str, g
         answers = torch.export.load(file).module()(*inputs)
         assert torch.allclose(answers, result.model(*inputs), atol=1e-5)
     assert file.is_file()
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        answer: Tensor = self.layer(x - z)
+        return answer.squeeze(1)
+
+
+def test_a_loss_of_the_whole_batch_needs_no_targets(fit: Fit, tmp_path: Path) -> None:
+    def loss(model: Any, batch: Any) -> Tensor:
+        outputs: Tensor = model(**batch)
+        return outputs.square().mean()
+
+    columns = {"x": X[:100], "z": X[:100].flip(1)}
+    result = fit(model=Both, train_set=columns, held_out=columns, loss=loss)
+    expected = result.model(**columns)
+    assert torch.equal(result.predict(columns), expected)
+    exported = torch.export.load(result.export(tmp_path / "model.pt2", format="torch-export")).module()
+    assert torch.allclose(exported(*columns.values()), expected, atol=1e-5)
 
 
 def test_what_cannot_be_exported_is_named(fit: Fit, tmp_path: Path) -> None:

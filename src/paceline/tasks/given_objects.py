@@ -7,19 +7,23 @@ import hashlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import CodeType, FunctionType
+from dataclasses import dataclass, field, is_dataclass
+from enum import Enum
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
+from paceline.data.objects.purity import bytes_of
 from paceline.data.objects.samples import Samples, take_apart
 from paceline.data.slices import SampleWeights
 from paceline.errors import RecipeError, wrong_kind
 from paceline.plugins.references import is_reference, load_reference
 from paceline.recipe.schema import Recipe
 
+_SETTINGS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 _MODEL_NAMES = {"model", "net", "network", "module"}
 
 
@@ -177,22 +181,54 @@ def takes_model(function: Callable[..., Any]) -> bool:
 
 
 def fingerprint(value: Any) -> str:
-    """Return a digest of what code does, as far as can be seen: the layers of a module, or a function's code."""
-    if isinstance(value, functools.partial):
-        text = f"{fingerprint(value.func)} {value.args} {value.keywords}"
-    elif isinstance(value, FunctionType | CodeType):
-        code = value if isinstance(value, CodeType) else value.__code__
-        plain = [sorted(map(repr, each)) if isinstance(each, frozenset) else each for each in code.co_consts]
-        plain = [fingerprint(each) if isinstance(each, CodeType) else each for each in plain]
-        text = f"{code.co_code.hex()} {code.co_names} {plain}"
-    elif isinstance(value, Mapping):
-        text = str({name: fingerprint(each) for name, each in value.items()})
-    elif isinstance(value, nn.Module):
-        text = repr(value)
-        if type(value).__module__.startswith("torch.") and not any(True for _ in value.parameters()):
-            settings = {key: each for key, each in vars(value).items() if isinstance(each, int | float | str)}
-            text += f"{settings | {'training': True}} {value.state_dict()}"  # of a loss, such as the weights of classes
-    else:
-        text = (value if isinstance(value, type) else type(value)).__qualname__
-    text = re.sub(r" at 0x[0-9a-f]+", "", text)  # differs from process to process
+    """Return a digest of what code does, as far as can be seen.
+
+    That is a function's code and the values it is bound to; and a module's layers and settings, without its weights.
+    """
+    text = re.sub(r" at 0x[0-9a-f]+", "", _text(value, {}))  # differs from process to process
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _text(value: Any, seen: dict[int, Any]) -> str:
+    if isinstance(value, _SETTINGS):
+        return repr(value)
+    text = functools.partial(_text, seen=seen)
+    if isinstance(value, tuple):
+        return str([*map(text, value)])
+    if isinstance(value, set | frozenset):
+        return str(sorted(map(text, value)))
+    if id(value) in seen:  # it may lead back to itself
+        return "seen"
+    seen[id(value)] = value  # kept, so that no other object gets this id
+    if isinstance(value, CodeType):
+        return f"{value.co_code.hex()} {value.co_names} {text(value.co_consts)}"
+    if isinstance(value, torch.Tensor | np.ndarray):
+        content = b"" if isinstance(value, nn.Parameter) else bytes_of(value)
+        return hashlib.sha256(content).hexdigest()
+    if isinstance(value, Mapping):
+        return str({str(name): text(each) for name, each in value.items()})
+    if isinstance(value, list):
+        return str([*map(text, value)])
+    if isinstance(value, nn.Module):
+        own = vars(nn.Module()).keys()  # training and the registers of layers and weights
+        settings = [{key: each for key, each in vars(part).items() if key not in own} for part in value.modules()]
+        has_weights = any(True for _ in value.parameters())
+        return f"{value!r} {text(settings)} {'' if has_weights else text(value.state_dict())}"
+    return f"{getattr(value, '__qualname__', type(value).__qualname__)} {text(_bound(value))}"
+
+
+def _bound(value: Any) -> tuple[Any, ...]:
+    """Return what a function or an object that is called consists of; nothing of other objects, which may change."""
+    if isinstance(value, type):
+        return ()
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, FunctionType) and value.__globals__.get("__name__", "").startswith("torch."):
+        return (getattr(value, "__wrapped__", None),)  # such as torch.compile's, which holds counters
+    if isinstance(value, FunctionType):
+        cells = [each.cell_contents for each in value.__closure__ or ()]
+        return value.__code__, cells, value.__defaults__, value.__kwdefaults__
+    is_own = callable(value) and not type(value).__module__.startswith("torch.")
+    return (getattr(value, "__dict__", None),) if is_own or is_dataclass(value) else ()

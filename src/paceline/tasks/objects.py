@@ -222,7 +222,8 @@ class Fit(Task):
     def _tried(self, count: int, *, training: bool) -> Batch:
         """Read a few samples: the last one tells whether `len()` is right, the extreme targets whether all fit."""
         samples = self._splits[training]
-        ids = dict.fromkeys([*_extreme_targets(samples), *evenly_spaced(len(samples), count).tolist()])
+        extreme = [] if self._takes_model else _extreme_targets(samples)
+        ids = dict.fromkeys([*extreme, *evenly_spaced(len(samples), count).tolist()])
         read = self._reader(training=training)[micro_batch(np.array([*ids][:count]))]
         if isinstance(read, Batch):
             return read
@@ -420,7 +421,7 @@ class Fit(Task):
                 batch = read.inputs if isinstance(read, Batch) else None
                 if isinstance(read, ReadFailure):
                     raise DataError(read.message)
-                has_targets = self._parts(read) == parts
+                has_targets = self._parts(read) == parts > 0
                 made.append(self._answer(network, divide(batch)[0] if has_targets else without_wrapper(batch)))
         return joined_along_samples(made)
 
@@ -444,7 +445,9 @@ class Fit(Task):
         from paceline.tasks.exportable import Exportable, inputs_of
 
         batch = self._tried(_TRIED, training=True)
-        inputs = divide(batch.inputs)[0] if self._takes_model else batch.inputs
+        inputs = batch.inputs
+        if self._takes_model:
+            inputs = divide(inputs)[0] if self._parts(batch) else without_wrapper(inputs)
         network = self.trained(saved)
         return Exportable(network=network, inputs=inputs_of(network, inputs, target), longest={}, saved=saved)
 
@@ -452,11 +455,11 @@ class Fit(Task):
         return KeyedReader(samples, seed=self.recipe.seed, training=False)
 
     def _parts(self, read: Any) -> Any:
-        """Return what distinguishes a batch with targets from one without."""
+        """Return what distinguishes a batch with targets from one without; 0 if it has none."""
         batch = read.inputs if isinstance(read, Batch) else None
         if isinstance(batch, Mapping):
             return any(name in batch for name in _TARGET_NAMES)
-        return len(batch) if isinstance(batch, list | tuple) else 1
+        return len(batch) if isinstance(batch, list | tuple) and len(batch) > 1 else 0
 
     def description(self) -> dict[str, Any]:
         """Return the names of the classes, if the data set has them, as torchvision's do."""

@@ -35,7 +35,7 @@ from paceline.data.objects.parts import parts_of
 _WAIT_SECONDS = 60.0
 # Larger columns are compared by 64 of their samples.
 _MOST_BYTES = 2**28
-# Reading stops after this time; slow samples are compared less often.
+# Reading again stops after this time; every sample is read once, so that the digest does not depend on the time.
 _BUDGET_SECONDS = 4.0
 _AFTER_OTHERS = " depends on the samples that were read before it"
 _SETS = (set, frozenset)
@@ -136,12 +136,10 @@ def _read(reader: KeyedReader) -> dict[str, Any]:
         seconds.append(time.perf_counter() - begun)
         if device := next((each.device for each in tensors_in(read) if each.device.type not in ("cpu", "meta")), None):
             return {"difference": f"{_name(reader, sample)} is on {device}, where loader processes cannot read it"}
-        first[sample] = _content(read)
-        if _content(reader.read(sample, 0)) != first[sample]:
+        first[sample] = bytes_of(read)
+        is_early = time.perf_counter() - started < _BUDGET_SECONDS
+        if is_early and bytes_of(reader.read(sample, 0)) != first[sample]:
             return {"difference": _name(reader, sample) + _cause(reader), "seconds": min(seconds)}
-        if time.perf_counter() - started > _BUDGET_SECONDS:
-            chosen = chosen[: len(first)]
-            break
     middle = sorted(seconds)[len(seconds) // 2]
     changes: list[tuple[str, Callable[[], Any]]] = [
         (_AFTER_OTHERS + _where(reader), lambda: None),
@@ -152,7 +150,7 @@ def _read(reader: KeyedReader) -> dict[str, Any]:
     for difference, change in changes:
         change()
         for sample in reversed(chosen):
-            if _content(reader.read(sample, 0)) != first[sample]:
+            if bytes_of(reader.read(sample, 0)) != first[sample]:
                 return {"difference": _name(reader, sample) + difference, "seconds": middle}
             if time.perf_counter() - started > 2 * _BUDGET_SECONDS:
                 break
@@ -242,14 +240,14 @@ def _reorder_sets(reader: KeyedReader) -> None:
 
 
 def _digest(values: list[Any]) -> str:
-    return _joined([_content(each) for each in values])
+    return _joined([bytes_of(each) for each in values])
 
 
 def _joined(contents: list[bytes]) -> str:
     return hashlib.sha256(b"".join(contents)).hexdigest()
 
 
-def _content(value: Any) -> bytes:
+def bytes_of(value: Any) -> bytes:
     """Return what a sample holds, with its types; empty for content of unknown type, which is then not compared."""
     if isinstance(value, torch.Tensor):
         if value.device.type == "meta" or value.layout != torch.strided:
@@ -261,10 +259,10 @@ def _content(value: Any) -> bytes:
         array = np.asarray(value)
         return f"{array.dtype}{array.shape}".encode() + (b"" if array.dtype.hasobject else array.tobytes())
     if isinstance(value, Mapping):
-        pairs = [str(key).encode() + b"=" + _content(each) for key, each in value.items()]
+        pairs = [str(key).encode() + b"=" + bytes_of(each) for key, each in value.items()]
         return b"{" + b",".join(pairs) + b"}"
     if isinstance(value, list | tuple):
-        return b"[" + b",".join(map(_content, value)) + b"]"
+        return b"[" + b",".join(map(bytes_of, value)) + b"]"
     if isinstance(value, str | bytes | int | float | bool | complex | type(None)):
         return repr(value).encode()
     if hasattr(value, "tobytes"):  # a picture of Pillow

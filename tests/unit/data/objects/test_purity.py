@@ -140,6 +140,14 @@ def reading(data: Any, seed: int = 1) -> Reading:
     return read_again(KeyedReader(samples, seed=seed, training=True, divide=lambda batch: (batch, ())))
 
 
+def test_a_digest_does_not_depend_on_the_time_that_reading_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = reading(Varied())
+    monkeypatch.setattr("paceline.data.objects.purity._BUDGET_SECONDS", 0)
+    slow = reading(Varied())
+    assert slow.digest == fast.digest
+    assert slow.contents == fast.contents
+
+
 @pytest.mark.parametrize("kind", [Varied, WithSets, Cached])
 def test_a_pure_data_set_has_a_digest_and_no_difference(kind: type[Twenty]) -> None:
     first, again = reading(kind()), reading(kind())
