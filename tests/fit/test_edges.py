@@ -19,9 +19,11 @@ from torch.utils.data import Dataset
 
 import paceline
 from paceline.data.objects.purity import Reading
+from paceline.data.objects.samples import take_apart
 from paceline.errors import DataError, ModelError, RecipeError, RunDirectoryError, TrainingError
 from paceline.host.world import World
 from paceline.tasks.given_objects import fingerprint
+from paceline.tasks.object_checks import first_not_finite
 
 Fit = Callable[..., Any]
 X = torch.randn(140, 5, generator=torch.Generator().manual_seed(0))
@@ -312,6 +314,7 @@ class Labels(Dataset[Any]):
         (ModelError, LABELLED | {"train_set": WRONG_CLASS}, "train_set[50] has the target 7"),
         (ModelError, LABELLED | {"train_set": Labels()}, "train_set[50] has the target 7"),
         (ModelError, LABELLED | {"held_out": WRONG_CLASS}, "held_out[50] has the target 7"),
+        (TrainingError, {"train_set": WITH_NAN}, "learning rate"),
         (TrainingError, {"train_set": WITH_NAN}, "train_set[60] holds nan"),
         (TrainingError, {"held_out": WITH_NAN}, "held_out[60] holds nan"),
     ],
@@ -320,6 +323,26 @@ def test_the_sample_is_named(fit: Fit, kind: Any, given: Any, words: str) -> Non
     with raises(kind) as caught:
         fit(**given)
     assert words in str(caught.value)
+
+
+class Masked(Labels):
+    """Slow samples, of which a late one holds nan."""
+
+    reads = 0
+
+    def __getitem__(self, i: int) -> Any:
+        self.reads += 1
+        return WITH_NAN[0][i], WITH_NAN[1][i]
+
+
+def test_little_is_read_to_name_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Masked()
+    samples = take_apart(data, "train_set")
+    assert first_not_finite(samples, [3, 60]) == 60
+    assert data.reads <= 3
+    monkeypatch.setattr("paceline.tasks.object_checks._SECONDS", 0)
+    assert first_not_finite(samples, range(100)) is None
+    assert data.reads <= 4
 
 
 class Rows(Short):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +22,7 @@ from paceline.errors import TrainingError
 from paceline.tasks.given_objects import Objects
 
 _CHUNK = 256
+_SECONDS = 5.0
 _NOT_FINITE = re.compile(r"\b(nan|inf|infinite)\b", re.IGNORECASE)
 _IGNORED = -100  # torch's default of ignore_index
 
@@ -101,13 +103,13 @@ def naming_samples(objects: Objects) -> Iterator[None]:
             raise
         ids = error.value if isinstance(error.value, list) else range(len(samples))
         if (wrong := first_not_finite(samples, ids)) is not None:
-            cause = text.partition(";")[0]
-            error.args = (f"{cause}, and {samples.path(wrong)} holds nan or infinity; correct it, or leave it out.",)
+            found = f"{samples.path(wrong)} holds nan or infinity; if it should not, correct it, or leave it out."
+            error.args = (f"{text.rstrip()} {found}",)
         raise
 
 
-def first_not_finite(samples: Samples, ids: Iterable[int]) -> int | None:
-    """Return the first sample that holds nan or infinity."""
+def first_not_finite(samples: Samples, ids: Sequence[int]) -> int | None:
+    """Return the first sample that holds nan or infinity, among those that can be read within a few seconds."""
     reader = KeyedReader(samples, seed=0, training=False)
 
     def is_finite(part: Any) -> bool:
@@ -115,8 +117,12 @@ def first_not_finite(samples: Samples, ids: Iterable[int]) -> int | None:
         numbers = tensors_in(read.inputs) if isinstance(read, Batch) else iter(())
         return all(bool(each.isfinite().all()) for each in numbers)
 
-    chosen = np.array([*ids], dtype=np.int64)
-    for part in np.split(chosen, range(_CHUNK, len(chosen), _CHUNK)):
+    size = 1 if samples.columns is None else _CHUNK  # one by one, where each may be slow to read
+    end = time.monotonic() + _SECONDS
+    for first in range(0, len(ids), size):
+        part = np.array(ids[first : first + size], dtype=np.int64)
         if not is_finite(part):
             return next((int(each) for each in part if not is_finite(each[None])), None)
+        if time.monotonic() > end:
+            break
     return None
