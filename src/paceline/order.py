@@ -148,7 +148,7 @@ class BatchOrder(BatchSampler):
         Raises:
             DataError: If that epoch is over; to repeat it, set ``step``.
         """
-        if whole("epoch", epoch) < self.epoch:
+        if (epoch := whole("epoch", epoch)) < self.epoch:
             raise DataError(
                 f"set_epoch({epoch}) would repeat an epoch, since {self.step} batches put the order in epoch "
                 f"{self.epoch}: begin with epoch {self.epoch} (for a loader of Accelerate, loader.set_epoch), or set "

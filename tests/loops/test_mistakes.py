@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,18 @@ class Points(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self.points[index] + 0.1 * torch.randn(4) + random.random() + float(np.random.random())
+
+
+class Unmeasured(Points):
+    """Points whose number is not known."""
+
+    def __init__(self, found: float | Exception) -> None:
+        self.found = found
+
+    def __len__(self) -> Any:
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
 
 
 class Endless(torch.utils.data.IterableDataset[Any]):
@@ -129,6 +143,11 @@ def incidents(runs: Path) -> dict[str, str]:
     return {each["incident"]: each["message"] for each in lines if each["event"] == "incident"}
 
 
+def saved_steps(runs: Path) -> list[int]:
+    events = map(json.loads, (runs / "run" / "events.jsonl").read_text().splitlines())
+    return [each["step"] for each in events if each["event"] == "checkpoint"]
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "key"),
     [
@@ -154,6 +173,8 @@ def incidents(runs: Path) -> dict[str, str]:
         ({"overrides": {"checkpoint.keep": "three"}}, LoopError, "checkpoint.keep"),
         ({"data": []}, DataError, "dataset"),
         ({"data": Endless()}, DataError, "dataset"),
+        ({"data": Unmeasured(40.0)}, DataError, "dataset"),
+        ({"data": Unmeasured(RuntimeError("not counted yet"))}, DataError, "dataset"),
         ({"data": (each for each in POINTS)}, DataError, "dataset"),
     ],
 )
@@ -296,11 +317,28 @@ def test_a_value_that_is_not_finite_is_named_once(make: Make, runs: Path) -> Non
     assert summary_of(runs)["status"] == "completed"
 
 
-def test_a_loop_whose_last_scores_are_not_finite_fails(make: Make, runs: Path) -> None:
+def test_scores_that_were_not_finite_once_do_not_fail_a_loop(make: Make, runs: Path) -> None:
+    loop = make()
+    prepared(loop)
+    for step, _ in loop:
+        if step in (3, 5, 10):
+            for name, value in (("probe", math.nan), ("validation", 2.0))[step != 3 :]:
+                with loop.evaluation(Points(), name=name) as scores:
+                    for batch in scores:
+                        scores.add(error=torch.full((len(batch),), value))
+    assert "probe error (model weights) is nan" in incidents(runs)["nonfinite_metric"]
+    assert summary_of(runs)["status"] == "completed"
+    assert summary_of(runs)["metrics"]["last"] == {"model": {"error": 2.0}}
+
+
+@pytest.mark.parametrize("logs", [False, True])
+def test_a_loop_whose_last_scores_are_not_finite_fails(logs: bool, make: Make, runs: Path) -> None:
     loop = make()
     prepared(loop)
     with raises(TrainingError):
         for _ in loop:
+            if logs:
+                loop.log(loss=1.0)
             if loop.due("1 epoch"):
                 with loop.evaluation(Points()) as scores:
                     for batch in scores:
@@ -482,7 +520,10 @@ def test_gradients_that_differ_between_ranks_wait() -> None:
     model(POINTS).mean().backward()  # as for the critic, in the loss of the generator
     assert not kept.cannot_save_gradients(ranks)  # type: ignore[arg-type]
     kept.begin_turn()
+    saved = kept.components()["optimizer"].state_dict
+    assert all(each is not None for each in saved()["gradients"].values())
     assert kept.cannot_save_gradients(ranks)  # type: ignore[arg-type]
+    assert saved()["gradients"] == {0: None, 1: None}
 
 
 def test_a_save_waits_for_sparse_gradients_for_a_hundred_steps(make: Make, runs: Path) -> None:
@@ -494,9 +535,34 @@ def test_a_save_waits_for_sparse_gradients_for_a_hundred_steps(make: Make, runs:
         if step > 105:
             optimizer.step()
             optimizer.zero_grad()
-    assert "have waited 100 steps" in incidents(runs)["pending_gradients"]
-    events = map(json.loads, (runs / "run" / "events.jsonl").read_text().splitlines())
-    assert [each["step"] for each in events if each["event"] == "checkpoint"] == [100, *range(106, 121)]
+    assert "when step 100 is saved" in incidents(runs)["pending_gradients"]
+    assert saved_steps(runs) == [100, *range(106, 121)]
+
+
+def test_the_best_checkpoint_is_saved_while_gradients_wait(make: Make, runs: Path) -> None:
+    def train(loop: paceline.Loop) -> None:
+        words = loop.prepare(nn.Embedding(12, 2, sparse=True))
+        optimizer = loop.keep(torch.optim.SGD(words.parameters(), 0.01))
+        for step, (ids,) in loop:
+            words(ids).square().mean().backward()
+            if step % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            with loop.evaluation(torch.arange(2), highest="value") as scores:
+                for batch in scores:
+                    scores.add(value=torch.full((len(batch[0]),), {4: 1.0, 7: 2.0}.get(step, 0.0)))
+            if step == 7:
+                signal.raise_signal(signal.SIGTERM)
+
+    options: dict[str, Any] = {"batch_size": 1, "epochs": 1, "checkpoint_every": "1 epoch"}
+    options["overrides"] = {**QUIET, "checkpoint.keep": 1}
+    with pytest.raises(SystemExit):
+        train(make(torch.arange(12), **options))
+    assert saved_steps(runs) == [1, 4, 7, 8]
+    assert "when step 7 is saved" in incidents(runs)["pending_gradients"]
+    train(loop := make(torch.arange(12), **options))
+    assert saved_steps(runs) == [1, 4, 7, 8, 12]
+    assert loop.load_best() == 7
 
 
 def test_draws_depend_on_seed_and_step_alone(make: Make) -> None:

@@ -7,6 +7,7 @@ import sys
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from golden_sentences import check_sentence, raises
@@ -92,6 +93,10 @@ def test_set_epoch_moves_forward_only() -> None:
     with pytest.raises(DataError) as caught:
         order.set_epoch(0)
     check_sentence(caught.value)
+    order.set_epoch(np.int64(3))  # type: ignore[arg-type]
+    other = BatchOrder(12, 4, seed=1, rank=0, world_size=1)
+    other.load_state_dict(order.state_dict())
+    assert other.step == 9
 
 
 def test_an_epoch_that_would_be_repeated_is_refused() -> None:

@@ -42,9 +42,16 @@ class _Object:
 class _Optimizer(OptimizerComponent):
     """An optimizer with the gradients that its next step may use."""
 
+    def __init__(self, optimizer: Optimizer, kept: Kept) -> None:
+        super().__init__(optimizer)
+        self._kept = kept
+
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, and gradients by the number of their parameter."""
-        return {**super().state_dict(), "gradients": _unused_gradients(self.optimizer)}
+        gradients = _unused_gradients(self.optimizer)
+        if self._kept.loses_gradients:  # what one rank has of them is wrong on the others
+            gradients = dict.fromkeys(gradients)
+        return {**super().state_dict(), "gradients": gradients}
 
     def load_state_dict(self, state: State, /) -> None:
         """Load them."""
@@ -58,11 +65,16 @@ class _Optimizer(OptimizerComponent):
 
 
 class Kept:
-    """Everything that a checkpoint of the loop holds."""
+    """Everything that a checkpoint of the loop holds.
+
+    Attributes:
+        loses_gradients: Whether it holds zeros for gradients that wait for their optimizer.
+    """
 
     def __init__(self) -> None:
         self._prepared: list[nn.Module] = []
         self._others: list[Any] = []
+        self.loses_gradients = False
         self.replicas: list[Replica] = []
         self._stepped: set[int] = set()
         self._unseen: _Unseen | None = None
@@ -134,7 +146,12 @@ class Kept:
 
     def components(self) -> dict[str, Component]:
         """Return all that is kept as components of a checkpoint."""
-        return {name: _component(each) for name, each in self.named().items()}
+        return {name: self._component(each) for name, each in self.named().items()}
+
+    def _component(self, target: Any) -> Component:
+        if isinstance(target, Optimizer):
+            return _Optimizer(target, self)
+        return target if isinstance(target, nn.Module) else _Object(target)
 
     def sha256(self) -> str:
         """Return the digest of the weights of all kept modules, in the order of their names."""
@@ -158,19 +175,23 @@ class Kept:
                 setattr(gradient, _USED, gradient._version)  # noqa: SLF001  # as in _marks
 
     def cannot_save_gradients(self, collectives: Collectives) -> bool:
-        """Whether some gradients wait for their optimizer that differ between ranks, or are sparse; a collective."""
+        """Whether some gradients wait for their optimizer that differ between ranks, or are sparse; a collective.
+
+        If so, the next checkpoint holds zeros for all that wait.
+        """
         # What comes after a step is of another loss, as in adversarial training.
         waiting = [each for each in self.optimizers if id(each) not in self._stepped]
         gradients = [each.grad for optimizer in waiting for each in _parameters(optimizer) if each.grad is not None]
         if any(each.is_sparse and _is_unused(each) for each in gradients):
             state = _SPARSE
         elif collectives.world.world_size == 1:
-            return False
+            state = ""
         else:
             unused = {str(place): each for place, each in enumerate(gradients) if _is_unused(each)}
             state = weights_sha256(unused)
         found = {*collectives.gather(state)}
-        return found == {_SPARSE} or len(found) > 1
+        self.loses_gradients = found == {_SPARSE} or len(found) > 1
+        return self.loses_gradients
 
     # What was not given
 
@@ -202,12 +223,6 @@ def _settle_buckets(replica: Replica) -> None:
     unchecked._post_forward(total).backward()  # noqa: SLF001  # as above
     for each in trained:
         each.grad = None
-
-
-def _component(target: Any) -> Component:
-    if isinstance(target, Optimizer):
-        return _Optimizer(target)
-    return target if isinstance(target, nn.Module) else _Object(target)
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -267,10 +267,14 @@ class Turns:
         saves = run.due("checkpoint") or (agreed.save and is_new) or found_best
         self._wanted = ControlFlags(stop=self._wanted.stop or agreed.stop, save=self._wanted.save or saves)
         is_over = progress.position >= plan.total_steps
-        if is_over or (any(self._wanted) and not self._waits()):
-            self._save()
-            return "duration" if is_over else "signal" * self._wanted.stop
-        return ""
+        if not (is_over or any(self._wanted)):
+            return ""
+        waits = self._waits(saves=found_best and not is_over)
+        if waits and not (is_over or found_best):
+            return ""
+        self._save()
+        self._wanted = self._wanted._replace(save=waits)  # once more, with the optimizer's step
+        return "duration" if is_over else "signal" * (self._wanted.stop and not waits)
 
     def _count(self) -> None:
         assert self._batch is not None
@@ -283,20 +287,29 @@ class Turns:
         run.display.advance(progress.step)
         if run.due("log"):
             self._write_step()
-        for each in self._evaluations:
-            self._record(*each)
-        self._evaluations.clear()
+        if self._evaluations:
+            # An earlier evaluation, which may never be repeated, counts only with what is finite.
+            earlier = progress.last.get("model", {})
+            progress.last = {"model": {name: each for name, each in earlier.items() if math.isfinite(each)}}
+            for each in self._evaluations:
+                self._record(*each)
+            check_results(None, progress.last, run.recorder)
+            self._evaluations.clear()
 
-    def _waits(self) -> bool:
-        """Whether to save later, because gradients wait for their optimizer that cannot be saved."""
-        if not self.kept.cannot_save_gradients(self.run.collectives):
-            return False
-        self._waited += 1
-        if self._waited == _MOST_WAITING:
-            message = f"gradients that are sparse, or differ between ranks, have waited {_MOST_WAITING} steps for their"
-            message += " optimizer, and a resumed run loses them; call optimizer.step() more often."
-            self._say("pending_gradients", message)
-        return self._waited < _MOST_WAITING
+    def _waits(self, *, saves: bool) -> bool:
+        """Whether to save later, because gradients wait for their optimizer that cannot be saved.
+
+        Args:
+            saves: Whether this step is saved anyway.
+        """
+        waits = self.kept.cannot_save_gradients(self.run.collectives)
+        self._waited = (self._waited + 1) * waits
+        waits = self._waited % _MOST_WAITING > 0
+        if self._waited and (saves or not waits):
+            message = "gradients that are sparse, or differ between ranks, wait for their optimizer when step"
+            message += f" {self.run.progress.step} is saved, and a run that resumes from it loses them"
+            self._say("pending_gradients", f"{message}; call optimizer.step() more often, or before an evaluation.")
+        return waits
 
     def _save(self) -> None:
         run = self.run
@@ -304,8 +317,6 @@ class Turns:
             message = f"{', '.join(changed)} changed, but is not kept, so that a resumed run loses the change"
             self._say("unkept", f"{message}; give it to loop.prepare or loop.keep.")
         save_checkpoint(run)
-        self._wanted = self._wanted._replace(save=False)
-        self._waited = 0
 
     def _say(self, incident: str, message: str) -> None:
         self.run.recorder.incident(incident, message)
@@ -356,7 +367,7 @@ class Turns:
             if run.mirroring is not None:
                 run.mirroring.report(run.recorder)
             run.recorder.flush()
-        check_loss(totals.loss, run.recorder, run.last_good)
+        check_loss(totals.loss, run)
 
     def _check_logged(self, logged: Mapping[str, float]) -> None:
         wrong = {name: each for name, each in logged.items() if not math.isfinite(each)}
@@ -374,7 +385,6 @@ class Turns:
         if chosen_by is not None:
             progress.take_results({"model": found}, chosen_by)
         progress.last = results
-        check_results(None, results, run.recorder)
 
     @contextlib.contextmanager
     def evaluate(self, source: SampleStream, name: str, *, highest: str | None, lowest: str | None) -> Iterator[Scores]:
@@ -435,7 +445,7 @@ class Turns:
             finish_saving(run)
             finish_mirroring(run)
             if status == "completed":
-                check_outcome(None, run.recorder, run.last_good)
+                check_outcome(None, run)
             else:
                 reason = run.stop.signal_name or "another process was asked"
                 run.recorder.write(StopEvent(**run.progress.here, reason="break" if ending == "break" else reason))
@@ -466,6 +476,7 @@ class Turns:
             message = f"the body left the loop in step {step} with break or return: {said}; run it again to go on."
             self._say("left_loop", message)
             if run.progress.position:
+                self._waits(saves=True)
                 self._save()
             self._finish("break")
         except BaseException as error:

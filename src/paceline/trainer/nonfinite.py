@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -16,12 +16,17 @@ from paceline.distributed.collectives import Collectives
 from paceline.distributed.exact import buffers_of, restore_tensor
 from paceline.distributed.strategy import VOTE_LAG, FlagReader
 from paceline.errors import TrainingError
+from paceline.recipe.load import OWN_LOOP
 from paceline.recipe.training import TrainSection
 from paceline.tasks.task import Task
 from paceline.trainer.recorder import Recorder
-from paceline.trainer.step_stats import Results, Window
+from paceline.trainer.step_stats import Results
+
+if TYPE_CHECKING:
+    from paceline.trainer.saved_run import SavedRun
 
 _REMEDY = "lower optimizer.lr, lengthen schedule.warmup, or set optimizer.clip_norm"
+_OWN_REMEDY = "lower your optimizer's learning rate, or clip the gradients (torch.nn.utils.clip_grad_norm_)"
 
 # How large a multiple of the first loss is more than a fluctuation, and below what fraction of it something was
 # learned.
@@ -187,23 +192,21 @@ class NonFiniteGuard:
         return (value * 0).float().nan_to_num(1.0)
 
 
-def check_loss(loss: float | None, recorder: Recorder, last_good: str) -> None:
+def check_loss(loss: float | None, run: SavedRun) -> None:
     """Refuse to continue from a non-finite training loss.
 
     Args:
         loss: The loss; None if every step was skipped.
-        recorder: Records the failure, and knows the run's position.
-        last_good: Names the newest checkpoint, in a sentence.
+        run: Records the failure.
 
     Raises:
         TrainingError: With what to change.
     """
     if loss is not None and not math.isfinite(loss):
-        cause = f"the training loss became {loss} by step {recorder.progress.step}"
-        raise _failure("nonfinite_loss", cause, recorder, last_good)
+        raise _failure("nonfinite_loss", f"the training loss became {loss} by step {run.progress.step}", run)
 
 
-def check_state(models: Mapping[str, nn.Module], recorder: Recorder, last_good: str) -> None:
+def check_state(run: SavedRun) -> None:
     """Refuse to save weights or statistics that are not finite: a finite loss does not rule them out.
 
     A gradient may be infinite where its loss is not, and the statistics of BatchNorm, which only evaluation uses, may
@@ -212,7 +215,7 @@ def check_state(models: Mapping[str, nn.Module], recorder: Recorder, last_good: 
     Raises:
         TrainingError: With what to change.
     """
-    for weights, network in models.items():
+    for weights, network in run.models().items():
         # With sharded weights, each process checks its own shard, which may be empty.
         named = ((name, getattr(p, "to_local", lambda p=p: p)().detach()) for name, p in network.named_parameters())
         # Other buffers may validly hold infinity: masks, the ends of ranges.
@@ -222,8 +225,8 @@ def check_state(models: Mapping[str, nn.Module], recorder: Recorder, last_good: 
             if tensors and not math.isfinite(nn.utils.get_total_norm(list(tensors.values()), math.inf)):
                 first = next(key for key, each in tensors.items() if not torch.isfinite(each).all())
                 cause = f"{kind} '{first}'{' of the moving average' * (weights == 'ema')}"
-                cause = f"{cause} became infinite or nan by step {recorder.progress.step}"
-                raise _failure("nonfinite_weights", cause, recorder, last_good)
+                cause = f"{cause} became infinite or nan by step {run.progress.step}"
+                raise _failure("nonfinite_weights", cause, run)
 
 
 def check_results(task: Task | None, results: Results, recorder: Recorder) -> None:
@@ -236,30 +239,26 @@ def check_results(task: Task | None, results: Results, recorder: Recorder) -> No
         progress.nonfinite_since = progress.step if wrong else None
 
 
-def check_outcome(task: Task | None, recorder: Recorder, last_good: str) -> None:
+def check_outcome(task: Task | None, run: SavedRun) -> None:
     """Refuse to mark a run as completed if its last evaluation is not finite, or if its weights never changed.
 
     Raises:
         TrainingError: With what to change.
     """
-    progress = recorder.progress
+    progress = run.progress
     if wrong := _wrong_metrics(task, progress.last):
         first = progress.step if progress.nonfinite_since is None else progress.nonfinite_since
-        since = f"since the evaluation at step {first}, although the training loss is finite"
-        raise _failure("nonfinite_metric", f"{wrong} {since}", recorder, last_good)
+        # A loop need not log its loss.
+        although = "" if run.window.last_loss is None else ", although the training loss is finite"
+        raise _failure("nonfinite_metric", f"{wrong} since the evaluation at step {first}{although}", run)
     if progress.skipped and not progress.step:
         cause = f"none of the {progress.skipped} steps changed the weights: their losses or gradients were not finite"
-        raise _failure("nonfinite_gradient", cause, recorder, last_good)
+        raise _failure("nonfinite_gradient", cause, run)
 
 
-def divergence(window: Window, results: Results) -> str:
-    """Warn of finite losses far above the first; empty if there are none.
-
-    Args:
-        window: The run's training losses.
-        results: The results of its last evaluation.
-    """
-    first, last, worst = window.first_loss, window.last_loss, window.worst_loss
+def divergence(run: SavedRun) -> str:
+    """Warn of finite losses far above the first; empty if there are none."""
+    first, last, worst = run.window.first_loss, run.window.last_loss, run.window.worst_loss
     if first is None or last is None:
         return ""
     # A loss below one nat has not diverged, however small the first loss was.
@@ -267,17 +266,21 @@ def divergence(window: Window, results: Results) -> str:
     rose = f", rose to {worst:.4g}" if worst > first else ""
     message = f"the run diverged: its training loss began at {first:.4g}{rose} and ended at {last:.4g}"
     if last > limit or (worst > limit and last > _LEARNED * first):
-        return f"{message}; {_REMEDY}."
-    held_out = {name: each.get("loss", first) for name, each in results.items()}
+        return f"{message}; {_remedy(run)}."
+    held_out = {name: each.get("loss", first) for name, each in run.progress.last.items()}
     ended = next((f"{loss:.4g} ({name} weights)" for name, loss in held_out.items() if loss > limit), "")
-    return f"{message}, but the validation loss is {ended}; {_REMEDY}." if ended else ""
+    return f"{message}, but the validation loss is {ended}; {_remedy(run)}." if ended else ""
 
 
-def _failure(incident: str, cause: str, recorder: Recorder, last_good: str) -> TrainingError:
+def _remedy(run: SavedRun) -> str:
+    return _OWN_REMEDY if run.recipe.task == OWN_LOOP else _REMEDY
+
+
+def _failure(incident: str, cause: str, run: SavedRun) -> TrainingError:
     """Record the error that ends the run, and return it to be raised."""
-    recorder.incident(incident, f"{cause}; the run ends.")
-    recorder.flush()
-    return TrainingError(f"{cause}; {_REMEDY}. {last_good}")
+    run.recorder.incident(incident, f"{cause}; the run ends.")
+    run.recorder.flush()
+    return TrainingError(f"{cause}; {_remedy(run)}. {run.last_good}")
 
 
 def _wrong_metrics(task: Task | None, results: Results) -> str:

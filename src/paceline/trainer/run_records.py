@@ -94,7 +94,7 @@ def _write_step(run: RecordedRun) -> None:
         run.mirroring.report(run.recorder)
     report_broken(run, totals.broken)
     run.recorder.flush()
-    check_loss(totals.loss, run.recorder, run.last_good)
+    check_loss(totals.loss, run)
 
 
 def write_evaluation(run: RecordedRun, evaluation: Evaluation, *, seconds: float) -> None:
@@ -201,7 +201,7 @@ def summarise(run: SavedRun, status: Status, ending: str, sha256: Mapping[str, s
             is_drawn=run.geometry.draws is not None,
         )
         ledger = counted.facts
-    warning = divergence(run.window, progress.last) if status == "completed" else ""
+    warning = divergence(run) if status == "completed" else ""
     details: dict[str, Any] = {"run": run.identity, "ending": ending, **({"warning": warning} if warning else {})}
     # The fraction of its data that the run has seen, if not all of it.
     if part := {key: plan.data[key] for key in ("only_classes", "subset", "split_file_sha256") if key in plan.data}:

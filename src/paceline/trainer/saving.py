@@ -71,8 +71,8 @@ def capture(run: SavedRun, sharded: ShardedSave | None) -> Callable[[], None]:
     states = run.components.snapshot()
     for loss in Window.losses(states["window"]):
         # Weights behind a non-finite loss must not displace the last good checkpoint.
-        check_loss(loss, run.recorder, run.last_good)
-    check_state(run.models(), run.recorder, run.last_good)
+        check_loss(loss, run)
+    check_state(run)
     position = run.progress.position
     facts = {
         "world_size": run.plan.world_size,

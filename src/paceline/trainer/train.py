@@ -246,8 +246,8 @@ def _train_to_end(run: Run) -> TrainResult:
             run.recorder.write(StopEvent(**run.progress.here, reason=reasons[ending]))
         status: Status = "stopped" if ending in ("signal", "until") else "completed"
         if status == "completed":
-            check_outcome(run.task, run.recorder, run.last_good)
-            if warning := divergence(run.window, run.progress.last):
+            check_outcome(run.task, run)
+            if warning := divergence(run):
                 run.recorder.incident("diverged", warning)
         summary = record_end(run, status, ending, lambda: digests(run))
         return TrainResult(status=status, run_dir=run.directory.root, summary=summary)

@@ -89,7 +89,7 @@ def take_apart(data: Any, role: str, collate: Collate | None = None) -> Samples:
     columns = _columns(data, role)
     try:
         count = len(data)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except Exception as error:  # whatever the program's own method raises
         raise _refused(role, f"has a len() that fails ({error})", "return the number of samples") from error
     given = Samples(role=role, data=data, count=count, collate=collate or default_collate)
     if columns is not None:
