@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -41,9 +41,7 @@ class FitResult(TrainResult):
         """The task that the objects became."""
         assert self.make_task is not None
         with trusting_code():  # the recipe names what was given, and nothing of it is imported
-            task = self.make_task(load_recipe(self.run_dir).recipe)
-        assert isinstance(task, Fit)
-        return task
+            return cast(Fit, self.make_task(load_recipe(self.run_dir).recipe))
 
     @functools.cached_property
     def model(self) -> nn.Module:

@@ -23,6 +23,7 @@ from paceline.trainer.recorder import Recorder
 from paceline.trainer.step_stats import Results
 
 if TYPE_CHECKING:
+    from paceline.trainer.run_views import RecordedRun
     from paceline.trainer.saved_run import SavedRun
 
 _REMEDY = "lower optimizer.lr, lengthen schedule.warmup, or set optimizer.clip_norm"
@@ -192,7 +193,7 @@ class NonFiniteGuard:
         return (value * 0).float().nan_to_num(1.0)
 
 
-def check_loss(loss: float | None, run: SavedRun) -> None:
+def check_loss(loss: float | None, run: SavedRun | RecordedRun) -> None:
     """Refuse to continue from a non-finite training loss.
 
     Args:
@@ -272,11 +273,11 @@ def divergence(run: SavedRun) -> str:
     return f"{message}, but the validation loss is {ended}; {_remedy(run)}." if ended else ""
 
 
-def _remedy(run: SavedRun) -> str:
+def _remedy(run: SavedRun | RecordedRun) -> str:
     return _OWN_REMEDY if run.recipe.task == OWN_LOOP else _REMEDY
 
 
-def _failure(incident: str, cause: str, run: SavedRun) -> TrainingError:
+def _failure(incident: str, cause: str, run: SavedRun | RecordedRun) -> TrainingError:
     """Record the error that ends the run, and return it to be raised."""
     run.recorder.incident(incident, f"{cause}; the run ends.")
     run.recorder.flush()
