@@ -314,7 +314,7 @@ class Labels(Dataset[Any]):
         (ModelError, LABELLED | {"train_set": WRONG_CLASS}, "train_set[50] has the target 7"),
         (ModelError, LABELLED | {"train_set": Labels()}, "train_set[50] has the target 7"),
         (ModelError, LABELLED | {"held_out": WRONG_CLASS}, "held_out[50] has the target 7"),
-        (TrainingError, {"train_set": WITH_NAN}, "learning rate"),
+        (TrainingError, {"train_set": WITH_NAN}, "lower lr"),
         (TrainingError, {"train_set": WITH_NAN}, "train_set[60] holds nan"),
         (TrainingError, {"held_out": WITH_NAN}, "held_out[60] holds nan"),
     ],

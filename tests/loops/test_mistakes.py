@@ -427,6 +427,27 @@ def test_a_body_that_breaks_out_is_told_and_goes_on(before: bool, steps: int, ma
     assert audit_run(runs / "run").passed
 
 
+def accumulated(loop: paceline.Loop, until: int | None = None) -> nn.Module:
+    """Train with a step of the optimizer in each third turn, and leave the body before one."""
+    model, optimizer = prepared(loop)
+    for step, batch in loop:
+        (model(batch).square().mean() / 3).backward()
+        if step == until:
+            break
+        if step % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def test_what_a_body_that_breaks_out_has_accumulated_is_not_added_twice(make: Make, runs: Path) -> None:
+    accumulated(make(checkpoint_every="3 steps"), until=5)
+    accumulated(make(checkpoint_every="3 steps"))
+    accumulated(make(run="whole", checkpoint_every="3 steps"))
+    whole = json.loads((runs / "whole" / "summary.json").read_text())
+    assert summary_of(runs)["weights_sha256"] == whole["weights_sha256"]
+
+
 def test_an_error_in_the_body_leaves_the_state_before_it(make: Make, runs: Path) -> None:
     loop = make(checkpoint_every="2 steps")
     prepared(loop)

@@ -193,6 +193,15 @@ class Kept:
         self.loses_gradients = found == {_SPARSE} or len(found) > 1
         return self.loses_gradients
 
+    @property
+    def has_waiting_gradients(self) -> bool:
+        """Whether some gradients wait for their optimizer, on this rank."""
+        return any(
+            each.grad is not None and _is_unused(each.grad)
+            for optimizer in self.optimizers
+            for each in _parameters(optimizer)
+        )
+
     # What was not given
 
     def watch(self) -> None:

@@ -469,13 +469,16 @@ class Turns:
             self._fail(TrainingError(f"the body of the loop raised an error in step {step}"))
             return
         try:
-            said = "that step does not count, since no optimizer has taken one"
+            said, saves = "that step counts", True
             if self.kept.may_have_changed:
-                said = "that step counts"
                 self._count()
+            else:
+                said = "that step does not count, since no optimizer has taken one"
+                # They may hold a part of that step, which a resumed run computes again.
+                saves = not any(run.collectives.gather(self.kept.has_waiting_gradients))
             message = f"the body left the loop in step {step} with break or return: {said}; run it again to go on."
             self._say("left_loop", message)
-            if run.progress.position:
+            if run.progress.position and saves:
                 self._waits(saves=True)
                 self._save()
             self._finish("break")
