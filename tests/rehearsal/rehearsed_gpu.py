@@ -80,7 +80,7 @@ def _note(what: str) -> None:
     frames = traceback.extract_stack()
     if isinstance(threading.current_thread(), threading._DummyThread):  # autograd's, for which the main thread waits
         frames = [*traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0]), *frames]
-    WAITS.append(Wait(what, tuple(each.name for each in frames if "/paceline/" in each.filename)))
+    WAITS.append(Wait(what, tuple(each.name for each in frames if "/src/paceline/" in each.filename)))
 
 
 class _Block:
