@@ -59,7 +59,7 @@ class Flipped(Dataset[tuple[torch.Tensor, int]]):
 
 
 def tensors() -> TensorDataset:
-    """The same images, as they are."""
+    """The images as a data set, without augmentation."""
     data = Flipped()
     return TensorDataset(data.images, torch.tensor(data.labels))
 

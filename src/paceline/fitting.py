@@ -64,7 +64,7 @@ class FitResult(TrainResult):
         """
         return self.task.outputs(self.model, take_apart(data, "data", self.task.objects.train_set.collate), batch_size)
 
-    def export(self, output: str | Path, *, format: str = "safetensors") -> Path:  # noqa: A002  # as the command's
+    def export(self, output: str | Path, *, format: str = "safetensors") -> Path:  # noqa: A002  # the option of paceline export
         """Write the weights of :attr:`model` for other programs, and return the path.
 
         Args:

@@ -148,7 +148,7 @@ class Focal(nn.Module):
 class Scaled(Linear):
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__()
-        self.layer.scale = scale  # type: ignore[assignment]  # a setting of a submodule
+        self.layer.scale = scale  # type: ignore[assignment]  # a setting, not a module
 
 
 class Called:
@@ -201,7 +201,7 @@ def test_a_module_with_other_settings_has_no_name(fit: Fit) -> None:
 
 def test_a_digest_is_of_code_and_not_of_what_a_run_changes() -> None:
     network = nn.LSTM(3, 3)
-    network.own = [network]  # type: ignore[assignment]  # leads back to itself
+    network.own = [network]  # type: ignore[assignment]  # a list that holds the network itself
     compiled = torch.compile(F.mse_loss, backend="eager")
     before = fingerprint(network), fingerprint(compiled)
     network.eval()(torch.zeros(2, 3))
@@ -282,7 +282,7 @@ class Short(Dataset[Any]):
 
 class Fractional(Short):
     def __len__(self) -> int:
-        return 99.5  # type: ignore[return-value]  # noqa: PLE0303  # the mistake
+        return 99.5  # type: ignore[return-value]  # noqa: PLE0303  # the mistake under test
 
 
 def changed(column: Tensor, row: int, value: float) -> Tensor:
@@ -366,6 +366,7 @@ def test_several_processes_choose_loader_processes_alike(fit: Fit, monkeypatch: 
 
 def test_the_generators_are_left_as_they_were(fit: Fit, tmp_path: Path) -> None:
     def states() -> Any:
+        # NumPy's global generator is the one that users share with fit; its state is a tuple, typed as tuple or dict.
         return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]  # noqa: NPY002
 
     before = states()
@@ -373,7 +374,7 @@ def test_the_generators_are_left_as_they_were(fit: Fit, tmp_path: Path) -> None:
     assert states() == before
     small = {"model.options": {"width": 4, "stages": 1, "depth": 1}, "train.duration": "1 steps"}
     quick = {"parallel.device": "cpu", "telemetry.report": False, "telemetry.trackers": []}
-    paceline.train("digits", overrides=small | quick, run_dir=tmp_path / "train", quiet=True).model  # noqa: B018
+    paceline.train("digits", overrides=small | quick, run_dir=tmp_path / "train", quiet=True).model  # noqa: B018  # building it draws
     assert states() == before
 
 

@@ -431,7 +431,7 @@ def accumulated(loop: paceline.Loop, until: int | None = None) -> nn.Module:
     """Train with a step of the optimizer in each third turn, and leave the body before one."""
     model, optimizer = prepared(loop)
     for step, batch in loop:
-        (model(batch).square().mean() / 3).backward()
+        model(batch).square().mean().backward()
         if step == until:
             break
         if step % 3 == 0:
@@ -528,22 +528,23 @@ def test_gradients_that_differ_between_ranks_wait() -> None:
         def gather(self, mine: str) -> list[str]:
             return [mine, self.other or mine]
 
-    kept, model, ranks = Kept(), nn.Linear(4, 1), Ranks()
+    kept, model = Kept(), nn.Linear(4, 1)
+    ranks: Any = Ranks()  # only what is asked of the collectives
     kept.keep(optimizer := torch.optim.SGD(model.parameters(), 0.01))
     model(POINTS).mean().backward()
-    assert not kept.cannot_save_gradients(ranks)  # type: ignore[arg-type]
+    assert not kept.cannot_save_gradients(ranks)
     ranks.other = "something else"
-    assert kept.cannot_save_gradients(ranks)  # type: ignore[arg-type]
+    assert kept.cannot_save_gradients(ranks)
     ranks.other = weights_sha256({})  # of a rank that has none
-    assert kept.cannot_save_gradients(ranks)  # type: ignore[arg-type]
+    assert kept.cannot_save_gradients(ranks)
     optimizer.step()
-    assert not kept.cannot_save_gradients(ranks)  # type: ignore[arg-type]
+    assert not kept.cannot_save_gradients(ranks)
     model(POINTS).mean().backward()  # as for the critic, in the loss of the generator
-    assert not kept.cannot_save_gradients(ranks)  # type: ignore[arg-type]
+    assert not kept.cannot_save_gradients(ranks)
     kept.begin_turn()
     saved = kept.components()["optimizer"].state_dict
     assert all(each is not None for each in saved()["gradients"].values())
-    assert kept.cannot_save_gradients(ranks)  # type: ignore[arg-type]
+    assert kept.cannot_save_gradients(ranks)
     assert saved()["gradients"] == {0: None, 1: None}
 
 

@@ -172,7 +172,7 @@ class Kept:
         # An optimizer leaves the gradients that it has used where they are, until they are set to zero.
         for parameter in _parameters(optimizer):
             if (gradient := parameter.grad) is not None:
-                setattr(gradient, _USED, gradient._version)  # noqa: SLF001  # as in _marks
+                setattr(gradient, _USED, _writes(gradient))
 
     def cannot_save_gradients(self, collectives: Collectives) -> bool:
         """Whether some gradients wait for their optimizer that differ between ranks, or are sparse; a collective.
@@ -250,12 +250,16 @@ def _unused_gradients(optimizer: Optimizer) -> dict[int, torch.Tensor | None]:
 
 
 def _is_unused(gradient: torch.Tensor) -> bool:
-    return getattr(gradient, _USED, None) != gradient._version and bool(gradient.any())  # noqa: SLF001  # as in _marks
+    return getattr(gradient, _USED, None) != _writes(gradient) and bool(gradient.any())
 
 
 def _marks(tensors: Any) -> _Marks:
     """Return values that change whenever one of the tensors is written to or replaced."""
-    return tuple((id(each), each._version) for each in tensors)  # noqa: SLF001  # what autograd counts has no other name
+    return tuple((id(each), _writes(each)) for each in tensors)
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    return tensor._version  # noqa: SLF001  # autograd's count of writes has no public name
 
 
 class _Unseen:

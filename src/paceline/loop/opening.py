@@ -142,7 +142,8 @@ class SampleStream:
 
     @staticmethod
     def _reader(samples: Samples, seed: int, training: bool, note: Any) -> KeyedReader:
-        # Each step seeds the generators anew after its samples are read; an evaluation goes on with those of its step.
+        # After its samples are read, a training step seeds the generators itself. An evaluation must restore them: its
+        # step continues with them.
         return KeyedReader(samples, seed=seed, training=training, divide=_whole, note=note, restores=not training)
 
 

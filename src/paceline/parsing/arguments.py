@@ -61,7 +61,7 @@ def tensor(name: str, value: Any, device: torch.device | None = None, *, error: 
 
 
 def shown(value: Any) -> str:
-    """Return a value as it is written in Python; of another object, what it is."""
+    """Return a number or text as Python writes it, and for any other object its class."""
     if isinstance(value, _SHOWN):
         return repr(value)
     if isinstance(value, type):

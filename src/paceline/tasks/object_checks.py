@@ -53,7 +53,7 @@ def is_mean(loss: Callable[[Any, Batch], Tensor], network: nn.Module, batch: Bat
             if not math.isfinite(whole) or loss_of(everything, seed=1) != whole:
                 return True
             mean = float(np.average([loss_of([row]) for row in everything], weights=weights))
-        except Exception:  # noqa: BLE001  # the loss has been tried before; these batches it does not take
+        except Exception:  # noqa: BLE001  # your loss worked on a whole batch; on single samples it may fail in any way
             return True
     return math.isclose(whole, mean, rel_tol=1e-4, abs_tol=1e-6)
 

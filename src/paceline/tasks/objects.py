@@ -143,7 +143,7 @@ class Fit(Task):
             return train.workers, "as the DataLoader says"
         seconds = self._readings[True].seconds
         batch = seconds and seconds * self.recipe.batch.global_size
-        # Several processes must choose alike, and each measures a time of its own.
+        # With several processes, each measures another time, but all must choose the same number of workers.
         if batch is not None and batch < _FAST_SECONDS and world.world_size == 1:
             return 0, f"a batch is read in about {1000 * batch:.1f} ms"
         return share_of_cores(world)

@@ -6,6 +6,7 @@ The same pass collects the mean and spread of the inputs, the confusion matrix a
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -388,16 +389,17 @@ class _CachedForward:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._given: tuple[Any, ...] = ()
         self._answer: torch.Tensor | None = None
         self._version = 0
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if self._is_cached(arguments, options):
+        given = (*arguments, *options, *options.values())
+        if self._is_cached(given):
             return self._answer
         answer = self._model(*arguments, **options)
         is_cacheable = isinstance(answer, torch.Tensor) and not answer.is_inference()
-        self._arguments, self._answer = (arguments, options), answer if is_cacheable else None
+        self._given, self._answer = given, answer if is_cacheable else None
         self._version = _version_of(answer) if is_cacheable else 0
         return answer
 
@@ -407,7 +409,7 @@ class _CachedForward:
         Raises:
             ValueError: If no answer is cached for these arguments.
         """
-        if self._answer is None or not self._is_cached(arguments, options):
+        if self._answer is None or not self._is_cached((*arguments, *options, *options.values())):
             raise ValueError("the task's `answers` calls the network differently than `score`")
         return self._answer
 
@@ -417,12 +419,10 @@ class _CachedForward:
             raise AttributeError(name)
         return getattr(self._model, name)
 
-    def _is_cached(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        known, named = self._arguments
-        if self._answer is None or len(arguments) != len(known) or options.keys() != named.keys():
+    def _is_cached(self, given: tuple[Any, ...]) -> bool:
+        if self._answer is None or len(given) != len(self._given):
             return False
-        pairs = (*zip(arguments, known, strict=True), *((options[name], named[name]) for name in named))
-        return all(one is other for one, other in pairs) and _version_of(self._answer) == self._version
+        return all(map(operator.is_, given, self._given)) and _version_of(self._answer) == self._version
 
 
 def _version_of(tensor: torch.Tensor) -> int:
