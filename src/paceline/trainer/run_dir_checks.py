@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import platform
+import re
 import secrets
 import time
 from collections import Counter
@@ -100,11 +101,27 @@ def _lock_owner() -> str:
     return f"process {os.getpid()} on {platform.node()}, {secrets.token_hex(8)}"
 
 
+def _is_dying(holder: str) -> bool:
+    """Whether the owner of a lock was killed: its locks, and those of its loader processes, go a little later."""
+    found = re.fullmatch(r"process (\d+) on (.+)", holder)
+    if found is None or found[2] != platform.node() or not Path("/proc/self/environ").exists():
+        return False
+    try:
+        return not Path(f"/proc/{found[1]}/environ").read_bytes()  # it has no memory any more
+    except PermissionError:
+        return False
+    except OSError:
+        return True
+
+
 def _read_if_present(path: Path) -> str | None:
     with contextlib.suppress(OSError):
         return path.read_text()
     return None
 
+
+# How long a killed process may take to disappear, with all that it had started.
+_DYING_SECONDS = 10.0
 
 # Keys that may differ between a run and its continuation: none of them changes which samples a step sees.
 _CHANGEABLE_KEYS = (
@@ -376,20 +393,29 @@ class RunLock:
         path = directory.root / ".lock"
         with file_operation("open", path):
             self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._descriptor)
+        deadline = time.monotonic() + _DYING_SECONDS
+        while not self._is_taken():
             holder = (_read_if_present(path) or "").partition(",")[0]
+            if _is_dying(holder) and time.monotonic() < deadline:
+                time.sleep(0.05)
+                continue
+            os.close(self._descriptor)
             raise RunDirectoryError(
                 f"another process is training in '{directory.root}'{f' ({holder})' if holder else ''}, or a run that "
                 "failed still saves there; wait for it, stop it, or choose another run directory."
-            ) from None
-        except OSError:
-            pass  # a file system without locks: the check is best effort
+            )
         with contextlib.suppress(OSError):  # only for the message above
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, _lock_owner().encode(), 0)
+
+    def _is_taken(self) -> bool:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # a file system without locks: the check is best effort
+        return True
 
     def hold_until(self, save: Future[Any]) -> None:
         """Keep other launches out until this save has ended, even if the lock is released earlier."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -309,6 +311,24 @@ def test_the_lock_is_released_after_a_failure(train_tiny: Make, runs: Path) -> N
         RunLock(RunDirectory(runs / "run"))
     lock.release()
     RunLock(RunDirectory(runs / "run")).release()
+
+
+def test_a_killed_process_may_take_a_moment_to_disappear(tmp_path: Path) -> None:
+    """The same command right after ``kill -9`` resumes: loader processes hold the lock until they notice."""
+    script = (
+        "import os, signal, sys, time; from pathlib import Path\n"
+        "from paceline.records.run_directory import RunDirectory\n"
+        "from paceline.trainer.run_dir_checks import RunLock\n"
+        "lock = RunLock(RunDirectory(Path(sys.argv[1])))\n"
+        "if os.fork() == 0: print('held', flush=True); time.sleep(1.5); os._exit(0)\n"
+        "time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        holder.kill()
+        holder.wait()
+        RunLock(RunDirectory(tmp_path)).release()
 
 
 def test_a_save_that_outlasts_a_failed_run_keeps_the_directory(
