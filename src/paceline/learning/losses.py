@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,12 +109,35 @@ class LossWatcher(TorchFunctionMode):
         return parts
 
 
-def without_watcher(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a network whose own calls no watcher sees: they would be slower, and a compiled one is compiled again.
+@contextmanager
+def without_watcher(model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Context in which a network's own calls are not watched; its value is the network to call.
 
-    A plain module stays what it is, since code may depend on its class.
+    They would be slower, and a compiled network would be compiled again. A module stays what it is, since code may
+    depend on its class.
     """
-    return model if isinstance(model, nn.Module) else _Unwatched(model)
+    if not isinstance(model, nn.Module):
+        yield _Unwatched(model)
+        return
+    entered: list[Any] = []
+
+    def enter(*_: Any) -> None:
+        entered.append(_unwatched())
+        entered[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    hooks = model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)
+    try:
+        yield model
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def _unwatched() -> Any:
+    return torch._C.DisableTorchFunction()  # noqa: SLF001  # torch's notes on modes name no other way
 
 
 class _Unwatched:
@@ -123,7 +147,7 @@ class _Unwatched:
         self._model = model
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        with torch._C.DisableTorchFunction():  # noqa: SLF001  # torch's notes on modes name no other way
+        with _unwatched():
             return self._model(*arguments, **options)
 
     def __getattr__(self, name: str) -> Any:

@@ -11,7 +11,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -20,14 +22,17 @@ from paceline.learning.losses import LossWatcher, described, without_watcher
 
 _MOST_BLOCKS = 24
 _SAMPLED = 256
+_FEW_SAMPLES = 32
 _LAST_STEPS = 8
+_MOST_NORMS = 6
 _NAMED = 4
 _SMALL = 1e-30
 
 
 def is_observed(step: int, total_steps: int) -> bool:
-    """Whether a step, counted from 0, is observed in full: the 1st, 2nd, 4th, 8th, … and the last."""
-    return (step + 1) & step == 0 or step + 1 == total_steps
+    """Whether a step, counted from 0, is observed in full: the 1st, 4th, 16th, 64th, … and the last."""
+    number = step + 1
+    return (number & step == 0 and number.bit_length() % 2 == 1) or number == total_steps
 
 
 def has_loss_observed(step: int, total_steps: int) -> bool:
@@ -47,17 +52,28 @@ class NetworkObserver:
         self._network, self._hooked = network, hooked
         self._named = list(network.named_parameters())
         self._blocks = _block_names([name for name, _ in self._named])
-        self._first: Tensor | None = None
-        self._before: Tensor | None = None
+        self._embeddings = {
+            f"{name}.weight"
+            for name, each in network.named_modules()
+            if isinstance(each, nn.Embedding | nn.EmbeddingBag)
+        }
+        self._matrices: list[str] = []
+        self._first: NDArray[np.float64] | None = None
+        self._before: NDArray[np.float64] | None = None
         self._handles: list[Any] = []
         self._watcher = LossWatcher()
-        self._is_forward = False
+        self._is_forward = self._compares = False
         self._gradients: Tensor | None = None
         self._zero_rows: Tensor | None = None
         self._seen: dict[str, Any] = {}
 
-    def begin(self) -> None:
-        """Begin to observe a step in full."""
+    def begin(self, *, statistics: bool) -> None:
+        """Begin to observe a step in full.
+
+        Args:
+            statistics: Whether to compare BatchNorm's statistics, which follow only after some steps.
+        """
+        self._compares = statistics
         self._before = self._sampled()
         self._first = self._before if self._first is None else self._first
         self._seen = {"calls": [], "evaluating": [], "dropout": [], "statistics": {}}
@@ -69,26 +85,28 @@ class NetworkObserver:
         """Observe a micro-batch's loss; the context's value is the network to call in it."""
 
         self._seen.get("calls", []).append([])
-        with self._watcher:
-            self._is_forward = True
-            try:
-                yield without_watcher(model)
-            finally:
-                self._is_forward = False
+        self._is_forward = True
+        try:
+            with self._watcher, without_watcher(model) as network:
+                yield network
+        finally:
+            self._is_forward = False
 
     def after_backward(self) -> None:
         """Keep the gradients of a step, after its last backward pass."""
         if self._before is None:
             return
-        gradients = [_local(each.grad) for _, each in self._named if each.grad is not None]
+        gradients = {name: _local(each.grad) for name, each in self._named if each.grad is not None}
         if gradients:
-            norms = torch._foreach_norm(gradients)  # noqa: SLF001  # as torch's own clip_grad_norm_; one call for all
-            self._gradients = torch.stack([each.float() for each in norms])
-            matrices = [each for each in gradients if each.ndim > 1 and each.numel()]
-            if matrices:
-                self._zero_rows = torch.stack(
-                    [(each.flatten(1).abs().amax(dim=1) == 0).float().mean() for each in matrices]
-                )
+            norms = torch._foreach_norm(list(gradients.values()))  # noqa: SLF001  # as torch's own clip_grad_norm_
+            self._gradients = torch.stack(norms).float()
+        # Rows of an embedding that no token has used have no gradient either.
+        self._matrices = [
+            name for name, each in gradients.items() if each.ndim > 1 and each.numel() and name not in self._embeddings
+        ]
+        if self._matrices:
+            largest = [torch.linalg.vector_norm(gradients[name].flatten(1), dim=1) for name in self._matrices]
+            self._zero_rows = torch.stack([(each == 0).float().mean() for each in largest])
         self._seen["has_gradient"] = [each.grad is not None for _, each in self._named]
 
     def end(self) -> dict[str, Any]:
@@ -107,58 +125,51 @@ class NetworkObserver:
         self._seen = {}
         return found
 
-    def _sampled(self) -> Tensor:
+    def _sampled(self) -> NDArray[np.float64]:
         """Return a few values of each parameter, on the host."""
         samples = [_some(_local(each.detach())) for _, each in self._named]
-        return torch.cat([each.float() for each in samples]).cpu() if samples else torch.zeros(0)
+        values = torch.cat([each.float() for each in samples]).cpu() if samples else torch.zeros(0)
+        return values.numpy().astype(np.float64)
 
-    def _moves(self, before: Tensor, after: Tensor) -> dict[str, Any]:
+    def _moves(self, before: NDArray[np.float64], after: NDArray[np.float64]) -> dict[str, Any]:
         assert self._first is not None
-        sizes = [min(_local(each).numel(), _SAMPLED) for _, each in self._named]
-        parts = [torch.split(each.double(), sizes) for each in (self._first, before, after)]
-        norms = iter([] if self._gradients is None else self._gradients.tolist())
-        rows = iter([] if self._zero_rows is None else self._zero_rows.tolist())
+        counts = np.array([_local(each).numel() for _, each in self._named])
+        sizes = np.minimum(counts, _SAMPLED)
+        # Of each parameter: its weights, their update, and how far they are from the first; squared, summed, scaled up.
+        squares = np.stack((before**2, (after - before) ** 2, (after - self._first) ** 2))
+        used, begins = sizes > 0, np.cumsum(sizes) - sizes
+        sums, has_moved = np.zeros((3, len(counts))), np.zeros(len(counts))
+        if used.any():
+            sums[:, used] = np.add.reduceat(squares, begins[used], axis=1) * (counts / np.maximum(sizes, 1))[used]
+            has_moved[used] = np.logical_or.reduceat(after != self._first, begins[used])
         has_gradient = self._seen.get("has_gradient", [False] * len(self._named))
-        blocks: dict[str, list[float]] = {}
-        dead: dict[str, float] = {}
-        for index, (name, each) in enumerate(self._named):
-            norm = next(norms, 0.0) if has_gradient[index] else 0.0
-            local = _local(each)
-            if has_gradient[index] and local.ndim > 1 and local.numel():
-                share = next(rows, 0.0)
-                if share:
-                    dead[name] = share
-            if not each.requires_grad or not sizes[index]:
-                continue
-            first, old, new = (part[index] for part in parts)
-            weight = local.numel() / sizes[index]
-            sums = blocks.setdefault(self._blocks[index], [0.0, 0.0, 0.0, 0.0, 0.0])
-            sums[0] += norm * norm
-            sums[1] += weight * float((old * old).sum())
-            sums[2] += weight * float(((new - old) ** 2).sum())
-            sums[3] += weight * float(((new - first) ** 2).sum())
-            sums[4] += local.numel()
-        trained = sum(each.numel() for _, each in self._named if each.requires_grad)
-        every = sum(each.numel() for _, each in self._named)
+        norms = iter([] if self._gradients is None else self._gradients.tolist())
+        gradients = [next(norms, 0.0) if has else 0.0 for has in has_gradient]
+        blocks: dict[str, NDArray[np.float64]] = {}
+        for index, (_, each) in enumerate(self._named):
+            if each.requires_grad and sizes[index]:
+                row = np.array([gradients[index] ** 2, *(sums[:, index]), counts[index], has_moved[index]])
+                block = self._blocks[index]
+                blocks[block] = blocks[block] + row if block in blocks else row
+        trained = sum(each.requires_grad * int(count) for (_, each), count in zip(self._named, counts, strict=True))
         idle = [
             name for (name, each), has in zip(self._named, has_gradient, strict=True) if each.requires_grad and not has
         ]
         return {
-            "blocks": {
-                name: {
-                    "gradient": _short(math.sqrt(sums[0])),
-                    "weight": _short(math.sqrt(sums[1])),
-                    "update": _short(math.sqrt(sums[2] / max(sums[1], _SMALL))),
-                    "moved": _short(math.sqrt(sums[3] / max(sums[1], _SMALL))),
-                    "parameters": round(sums[4]),
-                }
-                for name, sums in blocks.items()
-            },
+            "blocks": {name: _block(row.tolist()) for name, row in blocks.items()},
             "trained": trained,
-            "parameters": every,
+            "parameters": int(counts.sum()),
             "without_gradient": idle[:_NAMED],
-            "zero_rows": {name: _short(dead[name]) for name in sorted(dead, key=lambda each: -dead[each])[:_NAMED]},
+            "zero_rows": self._dead_rows(),
         }
+
+    def _dead_rows(self) -> dict[str, float | None]:
+        """Return the parameters with the largest shares of rows whose gradient is 0."""
+        if self._zero_rows is None:
+            return {}
+        shares = dict(zip(self._matrices, self._zero_rows.tolist(), strict=True))
+        worst = sorted((name for name, share in shares.items() if share), key=lambda name: -shares[name])
+        return {name: _short(shares[name]) for name in worst[:_NAMED]}
 
     def _modes(self) -> dict[str, Any]:
         seen = self._seen
@@ -218,6 +229,8 @@ class NetworkObserver:
             if any(each.requires_grad for each in module.parameters()):
                 self._seen["evaluating"].append(name)
             return
+        if not self._compares or len(self._seen["statistics"]) >= _MOST_NORMS:
+            return
         with suppress(Exception), torch.no_grad():
             values = args[0].detach().float()
             dims = [dim for dim in range(values.ndim) if dim != 1]
@@ -251,11 +264,28 @@ def _some(tensor: Tensor) -> Tensor:
 
 
 def _figures(tensor: Tensor) -> Tensor:
-    """Return the mean, spread, extremes, and the spread between samples at one place, averaged over places."""
-    values = tensor.detach().float()
+    """Return the mean, spread, extremes, and the spread between samples at one place, averaged over places.
+
+    A few places of a few samples stand for all.
+    """
+    values = tensor.detach()[:_FEW_SAMPLES].flatten(1) if tensor.ndim > 1 else tensor.detach()[:_SAMPLED, None]
+    values = values[:, :: max(values.shape[1] // _SAMPLED, 1)].float()
     low, high = values.aminmax()
     between = values.std(dim=0).mean() if len(values) > 1 else torch.full((), math.nan, device=values.device)
     return torch.stack((values.mean(), values.std(), low, high, between))
+
+
+def _block(row: list[float]) -> dict[str, float | int | None]:
+    """Return a block's entry in a record, from sums over its parameters."""
+    gradient, weight, update, distance, count, has_moved = row
+    moved = math.sqrt(max(distance, 0) / max(weight, _SMALL)) if math.isfinite(distance) else math.nan
+    return {
+        "gradient": _short(math.sqrt(gradient)) if math.isfinite(gradient) else None,
+        "weight": _short(math.sqrt(weight)) if math.isfinite(weight) else None,
+        "update": _short(math.sqrt(max(update, 0) / max(weight, _SMALL))) if math.isfinite(update) else None,
+        "moved": _short(moved) if has_moved else 0.0,
+        "parameters": round(count),
+    }
 
 
 def _block_names(names: Sequence[str]) -> list[str]:

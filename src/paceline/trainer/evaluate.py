@@ -321,7 +321,7 @@ class Evaluator:
                     is_reused = observe is not None or name == answers.weights
                     scored = cached if is_reused else network
                     with watcher if name == watched else nullcontext():
-                        scores = self._score(without_watcher(scored), network, batch, answers)
+                        scores = self._score(scored, network, batch, answers)
                     sums[name].add(scores)
                     for each in collected[name]:
                         each.add(scores, batch.ids)
@@ -374,7 +374,8 @@ class Evaluator:
     def _score(self, model: Any, network: Model, batch: Batch, answers: AnswerCollector) -> dict[str, Any]:
         """Score a batch; a task that does more than call the network receives the network itself."""
         try:
-            return self.task.score(model, batch)
+            with without_watcher(model) as called:
+                return self.task.score(called, batch)
         except Exception as error:
             # With sharded weights, another pass would wait for the other processes.
             if model is network or answers.weights == "" or self.rounds is not None:

@@ -12,6 +12,9 @@ from paceline.records.events import Event, ObservationEvent
 from paceline.trainer.listeners import Listener
 from paceline.trainer.step_stats import Progress
 
+# Steps after which a running mean has forgotten where it began.
+_SETTLED = 40
+
 
 class LearningListener(Listener):
     """Observes the first process's part of some steps.
@@ -36,7 +39,7 @@ class LearningListener(Listener):
             self._open = {"step": self._progress.step + 1, "position": position + 1}
             self._in_full = is_observed(position, self._total)
             if self._in_full:
-                self._observer.begin()
+                self._observer.begin(statistics=position >= _SETTLED)
 
     def around_forward(self, model: Callable[..., Any], batch: Batch) -> AbstractContextManager[Callable[..., Any]]:
         """Observe a micro-batch's loss."""
