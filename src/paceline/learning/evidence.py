@@ -100,7 +100,8 @@ class Evidence:
         evaluations: Evaluations of the weights that count, oldest first.
         observations: Observed steps, oldest first.
         held_out: What the loss was given in the last evaluation, by loss function.
-        confusion: The confusion matrix of the last evaluation, if one was kept.
+        matrix: The confusion matrix of the last evaluation, labels by predictions; empty if none was kept, or if there
+            are more than a hundred classes.
         warning: The run's own warning, such as that it diverged.
     """
 
@@ -110,7 +111,7 @@ class Evidence:
     evaluations: Sequence[Json] = ()
     observations: Sequence[Json] = ()
     held_out: Mapping[str, Json] = field(default_factory=dict)
-    confusion: Json | None = None
+    matrix: Sequence[Sequence[int]] = ()
     warning: str = ""
 
     @cached_property
@@ -237,10 +238,10 @@ def evidence_in(events: Iterable[Json], *, plan: Json, recipe: Json, confusion: 
     for each in events:
         if each["event"] in by_kind:
             by_kind[each["event"]].append(each)
-    table: Json | None = None
+    matrix: Any = None
     if confusion.is_file():
         with contextlib.suppress(RunDirectoryError):
-            table = read_json(confusion)
+            matrix = read_json(confusion).get("matrix")
     evaluations, observed = by_kind["evaluation"], by_kind["observation"]
     weights = "ema" if any(each["weights"] == "ema" for each in evaluations) else "model"
     held = [each for each in observed if each["split"] == "validation"]
@@ -254,7 +255,7 @@ def evidence_in(events: Iterable[Json], *, plan: Json, recipe: Json, confusion: 
         evaluations=[each for each in evaluations if each["weights"] == weights],
         observations=[each for each in observed if each["split"] == "train"],
         held_out=held[-1].get("losses", {}) if held else {},
-        confusion=table,
+        matrix=matrix if isinstance(matrix, list) else (),
         warning=warning,
     )
 

@@ -77,8 +77,11 @@ def judge(evidence: Evidence) -> Judgement:
     """Judge a run; nothing is said where the evidence is not clear."""
     if evidence.value("data.dataset") == "synthetic":
         return Judgement()  # nothing can be learned from random labels, and it is not meant to be
-    findings = [found for each in RULES if (found := each(evidence)) is not None]
-    return Judgement(outcome=_outcome(evidence), findings=tuple(findings))
+    try:
+        findings = [found for each in RULES if (found := each(evidence)) is not None]
+        return Judgement(outcome=_outcome(evidence), findings=tuple(findings))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return Judgement()  # damaged records, which the page or command that shows them reports
 
 
 def _outcome(evidence: Evidence) -> str:
@@ -249,10 +252,9 @@ def constant_inputs(evidence: Evidence) -> str | None:
 )
 def classes_permuted(evidence: Evidence) -> str | None:
     """Each class is taken for one other."""
-    table = evidence.confusion
-    if table is None or "matrix" not in table or len(table["matrix"]) < 3:
+    matrix = evidence.matrix
+    if len(matrix) < 3:
         return None
-    matrix = table["matrix"]
     total = sum(map(sum, matrix))
     right = sum(row[index] for index, row in enumerate(matrix))
     best = sum(max(column) for column in zip(*matrix, strict=True))
@@ -558,14 +560,13 @@ def _falls_behind(evidence: Evidence) -> bool:
 
 def _errors_are_uniform(evidence: Evidence) -> bool:
     """Whether wrong answers are spread evenly over the other classes, as far as chance allows."""
-    table = evidence.confusion
-    if table is None or "matrix" not in table or len(table["matrix"]) < 3:
+    if len(evidence.matrix) < 3:
         return True
     excess, freedom = 0.0, 0
-    for expected, count in _cells(table["matrix"]):
+    for expected, count in _cells(evidence.matrix):
         excess += (count - expected) ** 2 / max(expected, 1e-9)
         freedom += 1
-    freedom -= len(table["matrix"])
+    freedom -= len(evidence.matrix)
     # The mean and spread of chi-squared.
     return freedom > 0 and excess < freedom + 4 * math.sqrt(2 * freedom) + 0.3 * freedom
 
