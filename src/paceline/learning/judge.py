@@ -200,7 +200,8 @@ def never_updated(evidence: Evidence) -> str | None:
     still = [
         name
         for name, each in evidence.last["blocks"].items()
-        if each["moved"] == 0 and all((one["blocks"].get(name) or each)["moved"] == 0 for one in evidence.full)
+        if all((one["blocks"].get(name) or each)["moved"] == 0 for one in evidence.full)
+        and any((one["blocks"].get(name) or each)["gradient"] for one in evidence.full)
     ]
     return f"{_some(still)}: no weight has changed since the first step" if still else None
 
