@@ -216,7 +216,7 @@ def _show_result(result: TrainResult, recipe: Recipe) -> None:
         figures["checkpoint"] = f"of step {summary.step}, saved as the run ended (checkpoint.every=off)"
     print_pairs(figures)
     echo()
-    if warning := summary.details.get("warning"):
+    if warning := result.learning or summary.details.get("warning"):
         echo(f"paceline: warning: {warning}", err=True)
     if summary.status == "stopped":
         echo(f"To resume: {program()} resume {typed}{trust}")

@@ -183,6 +183,22 @@ class EvaluationEvent(Event):
 
 
 @_event
+class ObservationEvent(Event):
+    """What a step or an evaluation shows of how the network learns; see ``docs/run-directory.md``.
+
+    Attributes:
+        split: ``train`` or ``validation``.
+        details: ``losses``, what each loss function was given; of steps also ``blocks``, the gradients and updates of
+            the network's parts, and more.
+    """
+
+    kind: ClassVar[str] = "observation"
+
+    split: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@_event
 class CheckpointEvent(Event):
     """A checkpoint is being saved. Written before it is committed, so that a complete one always has its event.
 

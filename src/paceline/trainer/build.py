@@ -20,6 +20,7 @@ from paceline.distributed.data_parallel import DataParallel
 from paceline.distributed.exact import ExactDataParallel
 from paceline.distributed.strategy import Heartbeat, Replicas, SingleProcess, Strategy
 from paceline.distributed.watchdog import Watchdog, WatchdogContext
+from paceline.learning.observer import NetworkObserver
 from paceline.models.compiled import CompiledNetwork, CompileLog
 from paceline.models.precision import Precision
 from paceline.models.transfer import FreezeSchedule, trained_spans
@@ -40,6 +41,7 @@ from paceline.trainer.forecast import forecast
 from paceline.trainer.listeners import Listener
 from paceline.trainer.noise import NoiseListener, NoiseMeter, linear_rule_warning
 from paceline.trainer.nonfinite import NonFiniteGuard
+from paceline.trainer.observing import LearningListener
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.run import Run
 from paceline.trainer.run_records import keep_first_batch
@@ -161,13 +163,17 @@ def build_publisher(subject: Subject, facts: Mapping[str, str], file_metadata: M
 
 
 def _listeners(run: Run, noise: NoiseMeter | None) -> list[Listener]:
+    learning: list[Listener] = []
+    if run.world.is_first:
+        observer = NetworkObserver(run.network, hooked=run.plan.compile == "off")
+        learning = [LearningListener(observer, run.progress, run.plan.total_steps)]
     if noise is None:
-        return []
+        return learning
 
     def warn() -> str | None:
         return linear_rule_warning(noise, run.recipe.optimizer, run.plan, run.geometry, **run.progress.here)
 
-    return [NoiseListener(noise, partial(run.due, "noise_scale", ahead=1), warn)]
+    return [*learning, NoiseListener(noise, partial(run.due, "noise_scale", ahead=1), warn)]
 
 
 def _freeze_schedule(strategy: Strategy, subject: Subject) -> FreezeSchedule | None:

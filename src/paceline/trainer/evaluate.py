@@ -22,6 +22,7 @@ from paceline.data.random_draws import uniforms
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.strategy import Heartbeat
 from paceline.host.world import World
+from paceline.learning.losses import LossWatcher, Parts, described, merged, without_watcher
 from paceline.metrics.accumulator import Accumulator, Collector, DetailedCollector, Rows
 from paceline.metrics.answers import HOW_CHOSEN, Candidate, Confusion, Examples, as_png, choose
 from paceline.metrics.confusion import MOST_CLASSES, Reliability, Triples, confusion_document, merge_counts
@@ -243,6 +244,7 @@ class Evaluation:
         artifacts: What was kept of the answers; pictures are on the first process only.
         inputs: Mean and spread of the networks' inputs; empty for inputs without floating-point numbers, such as
             tokens.
+        losses: What each loss function was given, of the moving average where there is one.
     """
 
     samples: int
@@ -250,6 +252,7 @@ class Evaluation:
     broken: tuple[BrokenSample, ...]
     artifacts: Artifacts = field(default_factory=Artifacts)
     inputs: Mapping[str, float] = field(default_factory=dict)
+    losses: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +264,7 @@ class _RankScores:
     broken: tuple[BrokenSample, ...]
     answers: RankAnswers
     inputs: Rows
+    losses: Parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,6 +301,7 @@ class Evaluator:
         named_metrics = self.task.recipe.evaluate.metrics
         collected = {name: (*self.task.collectors(), NamedMetrics(named_metrics)) for name in models}
         answers, inputs = AnswerCollector(self.task, self.keep), InputStatistics()
+        watcher, watched = LossWatcher(), "ema" if "ema" in models else next(iter(models))
         broken: list[BrokenSample] = []
         rounds, last = 0, None
         # Sharded weights are different tensors in each pass.
@@ -314,7 +319,9 @@ class Evaluator:
                     network = self.task.evaluated(self.precision.applied_to(model))
                     cached = _CachedForward(network)
                     is_reused = observe is not None or name == answers.weights
-                    scores = self._score(cached if is_reused else network, network, batch, answers)
+                    scored = cached if is_reused else network
+                    with watcher if name == watched else nullcontext():
+                        scores = self._score(scored, network, batch, answers)
                     sums[name].add(scores)
                     for each in collected[name]:
                         each.add(scores, batch.ids)
@@ -334,6 +341,7 @@ class Evaluator:
             broken=tuple(broken),
             answers=answers.part(),
             inputs=inputs.rows(),
+            losses=watcher.drain(),
         )
         parts = self.collectives.gather(local)
         totals = {name: sums[name].results([row for part in parts for row in part.rows[name]]) for name in sums}
@@ -348,6 +356,7 @@ class Evaluator:
             broken=tuple(sorted((each for part in parts for each in part.broken), key=lambda each: each.id)),
             artifacts=self._with_details(artifacts, collected.get(self.keep.weights, ()), parts),
             inputs=mean_and_std(part.inputs for part in parts),
+            losses=described(merged([part.losses for part in parts])),
         )
 
     def _with_details(
@@ -365,7 +374,8 @@ class Evaluator:
     def _score(self, model: Any, network: Model, batch: Batch, answers: AnswerCollector) -> dict[str, Any]:
         """Score a batch; a task that does more than call the network receives the network itself."""
         try:
-            return self.task.score(model, batch)
+            with without_watcher(model) as called:
+                return self.task.score(called, batch)
         except Exception as error:
             # With sharded weights, another pass would wait for the other processes.
             if model is network or answers.weights == "" or self.rounds is not None:

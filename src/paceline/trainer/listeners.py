@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.data.batch import Batch
 from paceline.errors import RecipeError
+from paceline.records.events import Event
 
 _NOTHING = nullcontext()
 
@@ -29,6 +30,10 @@ class Listener:
     def begin_step(self) -> None:
         """Called before a step's first micro-batch."""
 
+    def around_forward(self, model: Callable[..., Any], batch: Batch) -> AbstractContextManager[Callable[..., Any]]:
+        """Context around the loss of a micro-batch; its value is the network to call."""
+        return nullcontext(model)
+
     def around_backward(self, batch: Batch) -> AbstractContextManager[None]:
         """Context around the backward pass of a micro-batch."""
         return _NOTHING
@@ -36,6 +41,10 @@ class Listener:
     def for_record(self) -> Mapping[str, float | None]:
         """Return its entries in a step record."""
         return {}
+
+    def events(self) -> Iterable[Event]:
+        """Return the records to write before a step record."""
+        return ()
 
     def incidents(self) -> Mapping[str, str]:
         """Return what it has to report after a step record: messages by kind of incident."""

@@ -84,6 +84,11 @@ class TrainResult:
         """The last evaluation's results, with more of them under ``best`` and ``last``."""
         return self.summary.metrics
 
+    @property
+    def learning(self) -> str:
+        """Whether the run learned, and the likeliest cause if not, in a sentence; empty if nothing is wrong."""
+        return str(self.summary.details.get("learning", {}).get("sentence", ""))
+
     def history(self, kind: str = "evaluation") -> list[dict[str, Any]]:
         """Return the run's records in order, for ``pandas.DataFrame(result.history())``.
 
@@ -271,8 +276,9 @@ class TrainResult:
             + "</tr>"
             for each in evaluations[-_MAX_ROWS:]
         )
+        judged = f"<p>{html.escape(self.learning)}</p>" if self.learning else ""
         return (
-            f"<p>{self.status.capitalize()} after {format_count(self.summary.step)} steps in "
+            f"{judged}<p>{self.status.capitalize()} after {format_count(self.summary.step)} steps in "
             f"<code>{html.escape(str(self.run_dir))}</code></p>"
             f'<svg width="{width}" height="60" role="img" aria-label="training loss"><polyline points="{points}" '
             'fill="none" stroke="currentColor"/></svg>'

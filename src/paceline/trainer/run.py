@@ -87,8 +87,14 @@ class Run(SavedRun):
         # In a new run's first step; a compiled network would be traced with it.
         checks = self.task.is_own and not self.progress.position and self.plan.compile == "off"
         checked = RefusedBroadcast(self.task, "loss", batch.targets) if checks else nullcontext()
-        with self.precision.keeping_casts(), naming(self.task, "loss"), checked:
-            loss = self.task.loss(self.precision.applied_to(model), batch)
+        with ExitStack() as around:
+            network = self.precision.applied_to(model)
+            for each in self.listeners:
+                network = around.enter_context(each.around_forward(network, batch))
+            around.enter_context(self.precision.keeping_casts())
+            around.enter_context(naming(self.task, "loss"))
+            around.enter_context(checked)
+            loss = self.task.loss(network, batch)
         return checked_loss(self.task, loss, needs_gradient=batch.weight > 0)
 
     def backward(self, loss: torch.Tensor, batch: Batch) -> None:

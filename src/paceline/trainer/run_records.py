@@ -16,7 +16,7 @@ from paceline.errors import DataError, RunDirectoryError
 from paceline.metrics.answers import as_png, thumbnails
 from paceline.parsing.plain_text import utf8
 from paceline.parsing.units import counted
-from paceline.records.events import EvaluationEvent, Status, StepEvent
+from paceline.records.events import EvaluationEvent, ObservationEvent, Status, StepEvent
 from paceline.records.ledger import count_epochs
 from paceline.records.reader import Summary
 from paceline.records.run_directory import encode_json, write_text
@@ -73,6 +73,8 @@ def _write_step(run: RecordedRun) -> None:
         },
         details=details,
     )
+    for found in (found for each in run.listeners for found in each.events()):
+        run.recorder.write(found)
     run.recorder.write(event)
     if slowest is not None and run.recorder.slow_ranks.is_new(slowest, progress.step):
         message = (
@@ -114,6 +116,10 @@ def write_evaluation(run: RecordedRun, evaluation: Evaluation, *, seconds: float
                 metrics=metrics,
                 inputs=evaluation.inputs,
             )
+        )
+    if evaluation.losses:
+        run.recorder.write(
+            ObservationEvent(**run.progress.here, split="validation", details={"losses": evaluation.losses})
         )
     _write_artifacts(run, evaluation)
     _keep_figures(run)

@@ -18,6 +18,7 @@ from paceline.data.pipeline import Placement
 from paceline.distributed.environment import LaunchEnvironment, read_launch
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, TrainingError
 from paceline.host.world import World
+from paceline.learning.judge import judge_run
 from paceline.models.transfer import adapt
 from paceline.parsing.units import counted, format_count
 from paceline.plan import Plan
@@ -340,6 +341,9 @@ def write_summary(run: SavedRun, status: Status, ending: str, sha256: Mapping[st
     )
     run.recorder.flush()
     run.directory.check_in_place()
+    with contextlib.suppress(RunDirectoryError):  # records that cannot be read do not change how a run ended
+        if judgement := judge_run(run.directory, str(summary.details.get("warning", ""))):
+            summary = replace(summary, details={**summary.details, "learning": judgement.to_json()})
     write_json(run.directory.summary, summary.to_json())
     return summary
 

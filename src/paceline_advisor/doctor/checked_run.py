@@ -14,6 +14,7 @@ from torch import nn
 from paceline.errors import RecipeError
 from paceline.host.devices import Device
 from paceline.host.world import World
+from paceline.learning.judge import Judgement
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
 from paceline_advisor import Json, frozen
@@ -146,6 +147,7 @@ class CheckedRun:
         loaders: DataLoaders that the user's code created.
         environment: Environment variables of this process.
         run: Recorded events, if the recipe is a run directory.
+        learning: Whether that run learned.
         shortage: The memory that a step lacks on the target; None if it fits, or if that is unknown.
     """
 
@@ -157,6 +159,7 @@ class CheckedRun:
     loaders: tuple[Loader, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     run: tuple[Json, ...] = ()
+    learning: Judgement = field(default_factory=Judgement)
     shortage: MemoryShortage | None = None
 
     @property

@@ -18,8 +18,9 @@ from rich.markup import escape
 from rich.text import Text
 
 from paceline.command import Log
-from paceline.errors import PacelineError, RecipeError, TrainingError
+from paceline.errors import PacelineError, RecipeError, RunDirectoryError, TrainingError
 from paceline.host.world import World
+from paceline.learning.judge import Judgement, judge_run
 from paceline.pages.shown import Shown
 from paceline.plan import MachineFacts, Plan
 from paceline.plugins.references import load_reference
@@ -207,6 +208,10 @@ def examine(options: Doctor, log: Log) -> Diagnosis:
         unseen["code"] = trouble
     events = RunDirectory(Path(options.recipe)).events
     is_run = options.recipe not in shipped_recipes()  # such a name means the recipe, whatever is here
+    learning = Judgement()
+    if is_run and events.exists():
+        with contextlib.suppress(RunDirectoryError):
+            learning = judge_run(RunDirectory(Path(options.recipe)))
     subject = CheckedRun(
         recipe=loaded.recipe,
         plan=plan,
@@ -216,6 +221,7 @@ def examine(options: Doctor, log: Log) -> Diagnosis:
         loaders=tuple(dict.fromkeys(loaders)),
         environment=environment,
         run=tuple(read_for_report(events)[0]) if is_run and events.exists() else (),
+        learning=learning,
         shortage=shortage,
     )
     looked = time.perf_counter()

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import RunDirectoryError
+from paceline.learning.judge import Judgement
 from paceline.parsing.units import counted, format_metric, format_seconds, metric_title, metric_unit
 from paceline.records.events import for_display, parse_line
-from paceline.records.reader import read_environment, read_plan
+from paceline.records.reader import read_environment, read_plan, read_recipe
 from paceline.records.run_directory import RunDirectory, existing_run, file_error, refuse_special_file
 from paceline.reports.html.runs import Event, RunHistory
 from paceline.telemetry.display import describe, figures
@@ -149,6 +150,14 @@ class WatchedRun(RunHistory):
             source = [each for each in self.of("evaluation") if each["weights"] == weights]
         return [(each["step"], each[key]) for each in source if isinstance(each.get(key), int | float)]
 
+    @property
+    def judgement(self) -> Judgement:
+        """Whether it learns, and the likely cause if not."""
+        recipe: Mapping[str, Any] = {}
+        with contextlib.suppress(RunDirectoryError):
+            recipe = read_recipe(self.directory)
+        return self.judged(self.directory, recipe)
+
     def phases(self) -> dict[str, float]:
         """Phase shares of step time, over the last records."""
         recent = self.of("step")[-_RECENT_RECORDS:]
@@ -176,6 +185,7 @@ class WatchedRun(RunHistory):
             "last_evaluations": {each["weights"]: each for each in self.of("evaluation")},
             "phases": self.phases(),
             "incidents": self.of("incident"),
+            "learning": str(self.judgement),
             # The run removes old files.
             "checkpoints": [name for name in saved if (self.directory.checkpoints / name).is_dir()],
             "message": self.finish.get("message"),
@@ -299,6 +309,8 @@ def screen(run: WatchedRun, console: Console) -> RenderableType:
     if evaluations:
         parts.append(_evaluations(run))
     parts += [Text(f"{describe(each)}", style="yellow") for each in run.of("incident")[-_MOST_INCIDENTS:]]
+    if judgement := run.judgement:
+        parts.append(Text(str(judgement), style="yellow"))
     if saved:
         parts.append(Text(f"checkpoints: {len(saved)} saved, the last is {saved[-1]['checkpoint']}", style="dim"))
     if run.directory.tensorboard.is_dir():

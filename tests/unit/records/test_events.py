@@ -21,6 +21,7 @@ from paceline.records.events import (
     FinishEvent,
     IncidentEvent,
     MeasurementEvent,
+    ObservationEvent,
     ProfileEvent,
     ResumeEvent,
     StartEvent,
@@ -89,6 +90,7 @@ def test_every_kind_can_be_written_and_read(tmp_path: Path) -> None:
         writer.append(ResumeEvent(step=0, checkpoint="step-00000000", resumes=1, world_size=2))
         writer.append(step_event(1))
         writer.append(EvaluationEvent(step=1, epoch=1, split="validation", weights="model", samples=7, seconds=0.1))
+        writer.append(ObservationEvent(step=1, split="train", details={"losses": {}}))
         writer.append(CheckpointEvent(step=1, checkpoint="step-00000001"))
         writer.append(ProfileEvent(step=1, first_step=1, last_step=1, tool="torch", folder="profile/step-00000000"))
         writer.append(IncidentEvent(step=1, incident="broken_sample", message="…", details={"path": tmp_path}))

@@ -227,6 +227,8 @@ def _status(run: RunRecord, is_comparison: bool) -> Iterator[Block]:
         )
     elif run.status == "not begun":
         yield Text(f"{prefix}The run has not begun to train.", kind="warning")
+    if run.judgement:
+        yield Text(f"{prefix}{run.judgement}", kind="warning")
     for problem in run.left_out:
         yield Text(f"{prefix}{problem}", kind="warning")
 

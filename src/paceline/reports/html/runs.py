@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunDirectoryError
+from paceline.learning.evidence import evidence_in
+from paceline.learning.judge import Judgement, judge
 from paceline.records.reader import (
     NO_METRICS,
     Summary,
@@ -21,7 +23,7 @@ from paceline.records.reader import (
     read_recipe,
     read_summary,
 )
-from paceline.records.run_directory import existing_run
+from paceline.records.run_directory import RunDirectory, existing_run
 from paceline.reports.attribution import Attribution, attribute_events
 
 Event = Mapping[str, Any]
@@ -79,6 +81,16 @@ class RunHistory:
         # Old plans, all of image runs, did not name it.
         return str(self.plan.get("headline", "top1_accuracy"))
 
+    def judged(self, run: RunDirectory, recipe: Mapping[str, Any], warning: str = "") -> Judgement:
+        """Judge whether it learns.
+
+        Args:
+            run: Its directory.
+            recipe: Its recipe.
+            warning: Its own warning.
+        """
+        return judge(evidence_in(self.events, plan=self.plan, recipe=recipe, confusion=run.confusion, warning=warning))
+
     def higher_is_better(self, metric: str) -> bool | None:
         """Whether higher is better for a metric; None if unknown."""
         directions = self.plan.get("higher_is_better") or _USUAL_DIRECTIONS
@@ -118,6 +130,12 @@ class RunRecord(RunHistory):
     def summary(self) -> Summary | None:
         """Outcome of the last launch, if it has ended."""
         return self.last_summary if self.finish is not None else None
+
+    @cached_property
+    def judgement(self) -> Judgement:
+        """Whether it learns, and the likely cause if not."""
+        warning = "" if self.summary is None else str(self.summary.details.get("warning", ""))
+        return self.judged(RunDirectory(self.path), self.recipe, warning)
 
     @property
     def status(self) -> str:

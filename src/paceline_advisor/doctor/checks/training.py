@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from functools import partial
 
 from paceline.parsing.units import format_bytes
 from paceline_advisor import Json, named
 from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, Found, check
-from paceline_advisor.doctor.findings import CONVNETS, DDP, GOYAL, KRIZHEVSKY, OWN, TUNING
+from paceline_advisor.doctor.findings import CONVNETS, DDP, GOYAL, KRIZHEVSKY, OWN, TUNING, Severity
 
 _LARGE_BATCH = 1024
 _LARGEST_LINEAR = 8192
@@ -276,6 +277,20 @@ def loss_scale(subject: CheckedRun) -> Found:
 
 _WAITS = 0.1
 _SKIPPED = 0.01
+
+
+@spoils(source=OWN, expected="a run that learns, or learns more")
+def learning(subject: CheckedRun) -> Iterable[CheckResult]:
+    """What keeps the run from learning, by its records."""
+    judged = subject.learning
+    for found in judged.findings:
+        why = f"{judged.outcome}: {found.cause}." if judged.outcome else f"{found.cause[:1].upper()}{found.cause[1:]}."
+        # A run that has learned nothing comes before one that is slow.
+        severity: Severity = "breaks" if judged.outcome else "spoils"
+        yield CheckResult(found.evidence, name=found.name, severity=severity, why=why, advice=found.fix)
+    if judged.outcome and not judged.findings:
+        why, advice = "The records do not show why.", "look at the first batch and the mistakes in the report"
+        yield CheckResult(judged.outcome, name="not_learning", severity="breaks", why=why, advice=advice)
 
 
 @spoils(

@@ -1,0 +1,1 @@
+"""Is a run learning? What is observed of it, and what follows."""

@@ -1,0 +1,593 @@
+"""Judge whether a run learns, and name the likeliest cause if it does not; no torch needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.learning.evidence import Evidence, read_evidence
+from paceline.records.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What keeps a run from learning, or from learning well.
+
+    Attributes:
+        name: Its name, also in the guide.
+        cause: What is wrong, as a clause.
+        evidence: The figures that show it.
+        fix: What to change.
+    """
+
+    name: str
+    cause: str
+    evidence: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.cause} ({self.evidence}); {self.fix}."
+
+    def to_json(self) -> dict[str, str]:
+        """Return it as one JSON object."""
+        return {"name": self.name, "cause": self.cause, "evidence": self.evidence, "fix": self.fix}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """Whether a run learns.
+
+    Attributes:
+        outcome: The outcome if it is bad, as a sentence without its end; empty otherwise.
+        findings: Likely causes, the likeliest first.
+    """
+
+    outcome: str = ""
+    findings: tuple[Finding, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.findings:
+            return f"{self.outcome}; the records do not show why." if self.outcome else ""
+        return f"{self.outcome or 'Learning may suffer'}: {self.findings[0]}"
+
+    def __bool__(self) -> bool:
+        return bool(self.outcome or self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as one JSON object."""
+        return {"sentence": str(self), "outcome": self.outcome, "findings": [each.to_json() for each in self.findings]}
+
+
+def judge_run(run: RunDirectory, warning: str | None = None) -> Judgement:
+    """Judge a run from its directory.
+
+    Args:
+        run: The directory.
+        warning: The run's own warning; None for that of its summary.
+
+    Raises:
+        RunDirectoryError: If its records cannot be read.
+    """
+    return judge(read_evidence(run, warning))
+
+
+def judge(evidence: Evidence) -> Judgement:
+    """Judge a run; nothing is said where the evidence is not clear."""
+    if evidence.value("data.dataset") == "synthetic":
+        return Judgement()  # nothing can be learned from random labels, and it is not meant to be
+    try:
+        findings = [found for each in RULES if (found := each(evidence)) is not None]
+        return Judgement(outcome=_outcome(evidence), findings=tuple(findings))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return Judgement()  # damaged records, which the page or command that shows them reports
+
+
+def _outcome(evidence: Evidence) -> str:
+    held, trained = evidence.held, evidence.trained
+    if not evidence.in_trouble:
+        return ""
+    if evidence.is_at_chance and held is not None:
+        return f"No better than chance on held-out samples, with {held}"
+    if evidence.is_flat and trained is not None:
+        return f"The training loss has not fallen below that of a guess, with {trained}"
+    return evidence.warning.partition(";")[0].rstrip(".")
+
+
+Rule = Callable[[Evidence], Finding | None]
+RULES: list[Rule] = []
+
+
+def rule(*, cause: str = "", fix: str, troubled: bool = False) -> Callable[[Callable[[Evidence], str | None]], Rule]:
+    """Declare a rule; its name becomes the finding's, and its result is the evidence, None if it does not apply.
+
+    Args:
+        cause: What is wrong, as a clause; empty if the result begins with it, followed by ``|``.
+        fix: What to change.
+        troubled: Whether the rule applies only to runs with a bad outcome.
+    """
+
+    def declare(inspect: Callable[[Evidence], str | None]) -> Rule:
+        def found(evidence: Evidence) -> Finding | None:
+            if troubled and not evidence.in_trouble:
+                return None
+            figures = inspect(evidence)
+            if figures is None:
+                return None
+            what, _, shown = figures.rpartition("|")
+            return Finding(name=inspect.__name__, cause=what or cause, evidence=shown, fix=fix)
+
+        RULES.append(found)
+        return found
+
+    return declare
+
+
+# In order: what is certain by itself, then what explains a bad outcome, the most specific first.
+
+
+@rule(
+    cause="the loss is given probabilities, and applies softmax or sigmoid to them once more",
+    fix="remove the softmax or sigmoid at the network's end, since the loss contains it",
+)
+def softmax_twice(evidence: Evidence) -> str | None:
+    """The loss receives numbers that are probabilities already."""
+    for name in ("cross_entropy", "binary_cross_entropy_with_logits"):
+        found = _of_loss(evidence, name)
+        if len(found) < 2 or not all(_within(each, 0, 1) for each in found):
+            continue
+        if name == "cross_entropy" and not all((each["off_one"] or 0) < 0.02 for each in found):
+            continue
+        low, high = min(each["low"] for each in found), max(each["high"] for each in found)
+        # The answers of a network that has hardly learned may all lie between 0 and 1.
+        if name != "cross_entropy" and low > 0.05 and high < 0.95:
+            continue
+        if high > low:
+            return f"all answers that {name} received are between {low:.3g} and {high:.3g}"
+    return None
+
+
+@rule(
+    cause="nll_loss is given numbers that are not logarithms of probabilities",
+    fix="use cross_entropy, or apply log_softmax first",
+)
+def not_log_probabilities(evidence: Evidence) -> str | None:
+    """`nll_loss` receives something else than log-probabilities."""
+    found = _of_loss(evidence, "nll_loss")
+    if found and all(each["off_one"] is None or each["off_one"] > 0.1 for each in found):
+        return "the probabilities of a sample do not add up to 1"
+    return None
+
+
+@rule(
+    cause="the loss is cross-entropy of a single class, which is always 0",
+    fix="give the network an output for each class, or use binary_cross_entropy_with_logits",
+)
+def one_output(evidence: Evidence) -> str | None:
+    """Cross-entropy over one class has no gradient."""
+    found = _of_loss(evidence, "cross_entropy")
+    return "the network has one output" if found and all(each["classes"] == 1 for each in found) else None
+
+
+@rule(
+    cause="layers ran in evaluation mode while the network was trained",
+    fix="call the network's train() before each step, or do not call eval() in its code or in the loss",
+)
+def evaluation_mode(evidence: Evidence) -> str | None:
+    """Dropout is off, or BatchNorm uses statistics that training never updates."""
+    names = _always(evidence, "evaluating")
+    return f"{_some(names)} in each observed step" if names else None
+
+
+@rule(
+    cause="parameters that should be trained receive no gradient",
+    fix="use them in the forward pass, without detach() or no_grad(), or freeze them",
+)
+def without_gradient(evidence: Evidence) -> str | None:
+    """Trainable parameters take no part in the loss."""
+    names = _always(evidence, "without_gradient")
+    return _some(names) if names and len(evidence.full) > 1 else None
+
+
+@rule(cause="parts of the network never change", fix="give the optimizer all parameters of the network")
+def never_updated(evidence: Evidence) -> str | None:
+    """Trainable parameters have a gradient and do not move."""
+    if len(evidence.full) < 3 or evidence.plan.get("unfreeze_steps"):
+        return None
+    if evidence.moved < 0.001:
+        return None  # rather a rate that is far too low
+    still = [
+        name
+        for name, each in evidence.last["blocks"].items()
+        if all((one["blocks"].get(name) or each)["moved"] == 0 for one in evidence.full)
+        and any((one["blocks"].get(name) or each)["gradient"] for one in evidence.full)
+    ]
+    return f"{_some(still)}: no weight has changed since the first step" if still else None
+
+
+@rule(
+    cause="most of the network is frozen at random weights",
+    fix="begin from pretrained weights (model.pretrained, model.initialize_from), or freeze less",
+)
+def frozen_at_random(evidence: Evidence) -> str | None:
+    """The frozen parameters were never trained."""
+    share = _trained_share(evidence)
+    has_source = evidence.value("model.pretrained") or evidence.value("model.initialize_from")
+    by_recipe = evidence.value("model.frozen") or evidence.value("model.adapters.rank")
+    if share is None or share > 0.5 or has_source:
+        return None
+    if not by_recipe and not evidence.in_trouble:
+        return None  # own code may have loaded weights
+    return f"{100 * share:.3g} % of its parameters are trained"
+
+
+@rule(
+    cause="the network is called more than once with the same input in a step",
+    fix="keep the first answer: each call takes time, and BatchNorm's statistics move twice",
+)
+def called_twice(evidence: Evidence) -> str | None:
+    """Each step computes the same answer twice."""
+    calls = [each.get("same_calls", 0) for each in evidence.full]
+    return f"{1 + min(calls)} times" if calls and min(calls) > 0 else None
+
+
+@rule(cause="dropout is very high", fix="lower it: 0.1 to 0.5 is usual")
+def dropout(evidence: Evidence) -> str | None:
+    """Hardly anything passes a dropout layer."""
+    rates = [each.get("dropout") or 0.0 for each in evidence.full]
+    return f"a rate of {min(rates):.3g}" if rates and min(rates) >= 0.8 else None
+
+
+@rule(cause="all inputs of a batch are equal", fix="look at the data set's __getitem__, and at its transforms")
+def constant_inputs(evidence: Evidence) -> str | None:
+    """The inputs do not differ between samples."""
+    spreads = [each["inputs"]["between"] for each in evidence.full if each.get("inputs")]
+    known = [each for each in spreads if each is not None]
+    return "they do not differ between samples" if known and max(known) <= 1e-7 else None
+
+
+@rule(
+    cause="the held-out classes are numbered in another order than the training classes",
+    fix="use one list of class names for both",
+)
+def classes_permuted(evidence: Evidence) -> str | None:
+    """Each class is taken for one other."""
+    matrix = evidence.matrix
+    if len(matrix) < 3:
+        return None
+    total = sum(map(sum, matrix))
+    right = sum(row[index] for index, row in enumerate(matrix))
+    best = sum(max(column) for column in zip(*matrix, strict=True))
+    used = sum(1 for column in zip(*matrix, strict=True) if any(column))
+    if total < 50 or used < 3 or best / total < right / total + 0.3 or best / total < 0.5:
+        return None
+    return f"{100 * best / total:.3g} % would be right with the classes renamed, {100 * right / total:.3g} % are"
+
+
+@rule(
+    cause="inputs are far from unit scale",
+    fix="normalise them to a mean of 0 and a standard deviation of 1",
+)
+def input_scale(evidence: Evidence) -> str | None:
+    """Large or tiny inputs need another learning rate or initialisation."""
+    first, held = evidence.first_fit, evidence.held
+    shares = [each.loss_share or 0.0 for each in (first, held) if each is not None]
+    if (
+        not evidence.in_trouble
+        and not any(share > 5 for share in shares[:1])
+        and not any(share > 1.5 for share in shares[1:])
+    ):
+        return None
+    figures = [each["inputs"] for each in evidence.full if each.get("inputs")]
+    if not figures or figures[0]["std"] is None:
+        return None
+    mean, std = figures[0]["mean"] or 0.0, figures[0]["std"]
+    if std <= 10 and abs(mean) <= 10 and std >= 0.03:
+        return None
+    return f"mean {mean:.3g}, standard deviation {std:.3g}"
+
+
+@rule(
+    cause="the learning rate is far too low",
+    fix="raise it; `paceline find-lr` suggests a value",
+    troubled=True,
+)
+def rate_too_low(evidence: Evidence) -> str | None:
+    """The weights hardly move."""
+    if len(evidence.full) < 2 or not evidence.full[0].get("blocks") or not _gradients_flow(evidence):
+        return None
+    if evidence.moved >= 0.01 or evidence.largest_update >= 3e-5 * max(1, 1000 / evidence.last["step"]) ** 0.5:
+        return None
+    return f"the weights have moved by {evidence.moved:.2g} of their size in {evidence.last['step']} steps"
+
+
+@rule(
+    cause="the learning rate is too high",
+    fix="lower it, or lengthen the warm-up; `paceline find-lr` suggests a value",
+    troubled=True,
+)
+def rate_too_high(evidence: Evidence) -> str | None:
+    """Steps are so large that they undo one another."""
+    update = evidence.largest_update
+    losses = evidence.losses
+    exploded = bool(losses) and losses[-1] > 3 * max(min(losses), 0.1) and max(losses) > 3 * losses[0]
+    if update > 0.3 or evidence.moved > 5 or (exploded and update > 0.02) or (evidence.warning and update > 0.02):
+        return f"one step changed the weights by {100 * update:.3g} % of their size"
+    return None
+
+
+@rule(cause="units of the network are dead", fix="lower the learning rate, or use another activation", troubled=True)
+def dead_units(evidence: Evidence) -> str | None:
+    """Units whose output is always 0 receive no gradient."""
+    found = _dead(evidence)
+    if not found or _ignores_input(evidence):
+        return None
+    name = max(found, key=lambda each: found[each])
+    return f"{100 * found[name]:.3g} % of the rows of {name} had a gradient of 0 in each late observed step"
+
+
+@rule(
+    cause="gradients vanish on their way through the network",
+    fix="use residual connections, normalisation layers or another initialisation",
+    troubled=True,
+)
+def vanishing(evidence: Evidence) -> str | None:
+    """The first layers receive almost no gradient."""
+    ratios = []
+    for each in evidence.full:
+        norms = [
+            one["gradient"] / math.sqrt(max(one["parameters"], 1))
+            for one in each["blocks"].values()
+            if one["gradient"] is not None
+        ]
+        if len(norms) > 2 and max(norms) > 0:
+            ratios.append(min(norms) / max(norms))
+    if not ratios or sorted(ratios)[len(ratios) // 2] > 1e-6:
+        return None
+    return f"those of one part are {max(ratios):.1g} times as large as those of another"
+
+
+@rule(
+    cause="the network's answers do not depend on its input",
+    fix="look for dead layers, a rate that is too high, or an input that is not used",
+    troubled=True,
+)
+def constant_answers(evidence: Evidence) -> str | None:
+    """All samples of a batch receive the same answer."""
+    outputs = evidence.last.get("outputs")
+    if not outputs or outputs["between"] is None or outputs["std"] is None:
+        return None
+    first = evidence.full[0].get("outputs") or {}
+    scale = max(abs(outputs["mean"] or 0), outputs["std"], 1e-6)
+    if outputs["between"] / scale >= 1e-3 or evidence.largest_update < 1e-5:
+        return None
+    began = first.get("between")
+    if began is not None and began / scale > 1e-2 and evidence.largest_update > 0.05:
+        return None  # the rate did this
+    return f"they differ by {outputs['between']:.2g} between samples"
+
+
+@rule(
+    cause="targets are far from unit scale",
+    fix="divide them by their standard deviation after subtracting their mean",
+    troubled=True,
+)
+def target_scale(evidence: Evidence) -> str | None:
+    """A network begins with answers near 0 and takes many steps to reach large targets."""
+    fit = evidence.first_fit
+    if fit is None or fit.figures["kind"] != "numbers":
+        return None
+    mean, std = fit.figures["target_mean"] or 0.0, fit.figures["target_std"] or 0.0
+    if max(abs(mean), std) <= 20 and std > 1e-3:
+        return None
+    return f"mean {mean:.3g}, standard deviation {std:.3g}"
+
+
+@rule(
+    cause="held-out inputs are prepared in another way than training inputs",
+    fix="use the same normalisation for both",
+)
+def inputs_differ(evidence: Evidence) -> str | None:
+    """The network sees other numbers in evaluation than in training."""
+    late = [each["inputs"] for each in evidence.full if each.get("inputs")]
+    held = evidence.evaluations[-1] if evidence.evaluations else {}
+    if not late or held.get("input_std") is None or not _falls_behind(evidence):
+        return None
+    mean, std = (_mean([each[key] for each in late]) for key in ("mean", "std"))
+    other_mean, other_std = held["input_mean"], held["input_std"]
+    shift, ratio = abs(other_mean - mean) / max(std, other_std, 1e-12), other_std / max(std, 1e-12)
+    if shift < 0.5 and 0.6 < ratio < 1.7:
+        return None
+    return (
+        f"mean {mean:.3g} and standard deviation {std:.3g} in training, {other_mean:.3g} and {other_std:.3g} held out"
+    )
+
+
+@rule(
+    cause="BatchNorm's statistics do not fit the batches",
+    fix="use larger batches or a larger momentum, or normalise with GroupNorm or LayerNorm",
+)
+def batch_statistics(evidence: Evidence) -> str | None:
+    """Evaluation uses other statistics than training."""
+    figures = evidence.last.get("statistics")
+    if not figures or evidence.last["step"] < 40 or not _falls_behind(evidence):
+        return None
+    if (figures["shift"] or 0) < 1 and abs(figures["ratio"] or 0) < 1.5:
+        return None
+    return f"{figures['name']}: the mean differs by {figures['shift']:.2g} standard deviations"
+
+
+@rule(
+    cause="many labels are likely wrong",
+    fix="look at confident mistakes in the report, and at the labels of their files",
+)
+def labels_partly_wrong(evidence: Evidence) -> str | None:
+    """Even the surest answers are often wrong, and spread over all other classes."""
+    fit = evidence.held
+    if fit is None or not fit.of_classes or fit.groups < 100 or (fit.loss_share or 1) > 0.9:
+        return None
+    if evidence.in_trouble or not evidence.has_settled or not_log_probabilities(evidence):
+        return None
+    bins = [each for each in fit.figures["confidence"] if each[0]]
+    half, top, hits = sum(count for count, _ in bins) / 3, 0, 0
+    for count, right in reversed(bins):
+        if top >= half:
+            break
+        top, hits = top + count, hits + right
+    rest, rest_hits = sum(each[0] for each in bins) - top, sum(each[1] for each in bins) - hits
+    if not top or not _errors_are_uniform(evidence):
+        return None
+    sure, other = hits / top, rest_hits / rest if rest else hits / top
+    error = math.sqrt(max(sure * (1 - sure), 1e-3) / top)
+    if sure > 0.9 - error or sure - other > 0.2:
+        return None
+    return (
+        f"{100 * (1 - sure):.2g} % of the surest third of its answers are wrong, almost as many as of the others, and "
+        "these mistakes do not prefer some classes"
+    )
+
+
+@rule(cause="the run is short", fix="train longer (train.duration)", troubled=True)
+def short_run(evidence: Evidence) -> str | None:
+    """Nothing can be expected of a few steps."""
+    total = evidence.last.get("step", 0)
+    return f"{total} steps" if 0 < total < 50 and evidence.moved < 0.5 else None
+
+
+@rule(
+    cause="the labels look unrelated to the inputs",
+    fix="check that each label belongs to its input: look at the first batch in the report",
+    troubled=True,
+)
+def labels_unrelated(evidence: Evidence) -> str | None:
+    """Nothing else is wrong, and nothing was learned."""
+    others = (
+        *(softmax_twice, not_log_probabilities, one_output, evaluation_mode, without_gradient, never_updated),
+        *(frozen_at_random, dropout, constant_inputs, classes_permuted, constant_answers, rate_too_low),
+        *(rate_too_high, dead_units, vanishing, input_scale, target_scale, inputs_differ, batch_statistics),
+    )
+    if not evidence.is_at_chance or any(each(evidence) for each in others) or not evidence.full:
+        return None
+    if evidence.held is None or evidence.held.groups < 50 or evidence.moved < 0.02:
+        return None
+    trained = evidence.trained
+    if trained is not None and trained.is_above_chance:
+        return f"in training it reaches {trained}"
+    return f"the weights have moved by {100 * evidence.moved:.2g} % of their size, and the gradients are normal"
+
+
+@rule(
+    cause="the run has overfitted",
+    fix="stop earlier (train.patience), or use more data, augmentation or weight decay",
+)
+def overfitted(evidence: Evidence) -> str | None:
+    """The held-out score has fallen well below its best while the training loss fell."""
+    held, trained = evidence.held, evidence.trained
+    name = _headline(evidence)
+    if held is None or trained is None or name is None or not held.of_classes:
+        return None
+    scores = [float(each[name]) / 100 for each in evidence.evaluations if each.get(name) is not None]
+    if len(scores) < 3 or max(scores) - scores[-1] < max(3 * held.error, 0.05) or trained.score < held.score + 0.1:
+        return None
+    best = max(range(len(scores)), key=lambda index: scores[index])
+    return f"{100 * scores[best]:.3g} % at step {evidence.evaluations[best]['step']}, {100 * scores[-1]:.3g} % now"
+
+
+# Figures that several rules use
+
+
+def _of_loss(evidence: Evidence, name: str) -> list[Mapping[str, Any]]:
+    found = [each["losses"].get(name) for each in evidence.observations if each.get("losses")]
+    return [each for each in found if each]
+
+
+def _within(figures: Mapping[str, Any], low: float, high: float) -> bool:
+    return figures["low"] is not None and figures["low"] >= low and figures["high"] <= high
+
+
+def _always(evidence: Evidence, key: str) -> list[str]:
+    """Return the names that each observed step has."""
+    lists = [set(each.get(key) or ()) for each in evidence.full]
+    return sorted(set.intersection(*lists)) if lists else []
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - 2
+    return ", ".join(names[:2]) + (f" and {more} more" if more > 0 else "")
+
+
+def _trained_share(evidence: Evidence) -> float | None:
+    shares = [each["trained"] / each["parameters"] for each in evidence.full if each.get("parameters")]
+    return max(shares, default=None)
+
+
+def _late(evidence: Evidence) -> list[Mapping[str, Any]]:
+    return list(evidence.full[-2:])
+
+
+def _dead(evidence: Evidence) -> dict[str, float]:
+    late = _late(evidence)
+    if len(evidence.full) < 3:
+        return {}
+    names = set.intersection(*({n for n, share in each["zero_rows"].items() if share >= 0.9} for each in late))
+    return {name: min(each["zero_rows"][name] for each in late) for name in names}
+
+
+def _ignores_input(evidence: Evidence) -> bool:
+    """Whether only the first layer has no gradient, as if its input were always 0: a dead layer stops its successor."""
+    found, outputs = _dead(evidence), evidence.last.get("outputs") or {}
+    return (
+        len(found) == 1
+        and min(found.values()) == 1
+        and outputs.get("between") is not None
+        and outputs["between"] < 1e-6
+    )
+
+
+def _gradients_flow(evidence: Evidence) -> bool:
+    return any((each["gradient"] or 0) > 0 for each in evidence.last["blocks"].values())
+
+
+def _falls_behind(evidence: Evidence) -> bool:
+    """Whether the held-out score is far below the training score."""
+    held, trained = evidence.held, evidence.trained
+    if held is None or trained is None:
+        return False
+    return held.score + 3 * held.error + 0.1 < trained.score - 3 * trained.error or (
+        evidence.is_at_chance and trained.is_above_chance
+    )
+
+
+def _errors_are_uniform(evidence: Evidence) -> bool:
+    """Whether wrong answers are spread evenly over the other classes, as far as chance allows."""
+    if len(evidence.matrix) < 3:
+        return True
+    excess, freedom = 0.0, 0
+    for expected, count in _cells(evidence.matrix):
+        excess += (count - expected) ** 2 / max(expected, 1e-9)
+        freedom += 1
+    freedom -= len(evidence.matrix)
+    # The mean and spread of chi-squared.
+    return freedom > 0 and excess < freedom + 4 * math.sqrt(2 * freedom) + 0.3 * freedom
+
+
+def _cells(matrix: Sequence[Sequence[int]]) -> Iterator[tuple[float, int]]:
+    """Yield the expected and the actual number of each kind of mistake."""
+    columns = [sum(row[index] for row in matrix) - matrix[index][index] for index in range(len(matrix))]
+    for label, row in enumerate(matrix):
+        wrong = sum(row) - row[label]
+        others = sum(each for index, each in enumerate(columns) if index != label)
+        for index, count in enumerate(row):
+            if index != label and wrong:
+                yield wrong * columns[index] / max(others, 1), count
+
+
+def _headline(evidence: Evidence) -> str | None:
+    name = evidence.plan.get("headline", "top1_accuracy")
+    return name if evidence.evaluations and str(name).endswith("accuracy") else None
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = [each for each in values if each is not None]
+    return sum(known) / len(known) if known else 0.0

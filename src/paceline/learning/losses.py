@@ -1,0 +1,305 @@
+"""What the loss functions of a step or an evaluation are given, in sums.
+
+A loss and its targets tell what the best answer would be that ignores the input: the majority class, the mean. The sums
+stay on the device until they are asked for, and those of several processes add up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_OF_CLASSES = frozenset({"cross_entropy", "nll_loss"})
+_OF_ANSWERS = frozenset({"binary_cross_entropy_with_logits", "binary_cross_entropy"})
+_OF_NUMBERS = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
+_MOST_COLUMNS = 64
+BINS = 10
+# Above this, the probabilities of all classes would take as much memory as the network's answer.
+_MOST_CLASSES = 1000
+
+_CLASS_SUMS = ("labels", "right", "groups", "right_right", "right_labels", "labels_labels")
+_NUMBER_SUMS = ("values", "target", "target_target", "answer", "answer_answer", "answer_target")
+
+
+@dataclass(kw_only=True)
+class _Sums:
+    """Sums of the calls of one loss function.
+
+    Attributes:
+        width: Classes, or columns of numbers.
+        sums: For classes [6 + 2 * BINS], for numbers [6, width]; float64 on the host.
+        counts: Labels of each class [width].
+        low: The smallest answer; ``high``, the largest; ``off_one``, how far the sum over a row's classes, or of their
+            exponentials, is from 1.
+        smoothing: Label smoothing, where the function was given one.
+    """
+
+    width: int
+    sums: NDArray[np.float64]
+    counts: NDArray[np.float64]
+    low: float = math.inf
+    high: float = -math.inf
+    off_one: float = -math.inf
+    loss: NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))
+    smoothing: float = 0.0
+
+    def add(self, other: _Sums) -> None:
+        """Add those of another batch or process."""
+        self.sums, self.counts, self.loss = self.sums + other.sums, self.counts + other.counts, self.loss + other.loss
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        self.off_one = max(self.off_one, other.off_one)
+
+
+Parts = dict[str, _Sums]
+"""Sums by name of the loss function."""
+
+
+class LossWatcher(TorchFunctionMode):
+    """Keeps sums of what loss functions are given while it is active; the calls run unchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pending: list[tuple[str, int, float, dict[str, Tensor]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a call, and keep the sums of a loss function."""
+        given = kwargs or {}
+        result = func(*args, **given)
+        name = getattr(func, "__name__", "")
+        if name in _OF_CLASSES or name in _OF_ANSWERS or name in _OF_NUMBERS:
+            # What it cannot understand says nothing about the run.
+            with contextlib.suppress(Exception), torch.no_grad(), torch.autocast(result.device.type, enabled=False):
+                answer, target = _pair(args, given)
+                self._take(name, result.detach(), answer.detach(), target.detach(), given)
+        return result
+
+    def _take(self, name: str, loss: Tensor, answer: Tensor, target: Tensor, options: Mapping[str, Any]) -> None:
+        if name in _OF_CLASSES:
+            width, sums = _of_classes(name, answer, target, options)
+        else:
+            width, sums = _of_numbers(answer, target)
+        reduction = options.get("reduction", "mean")
+        count = sums["counts"].sum() if name in _OF_CLASSES else sums["sums"][0].sum()
+        total = loss.double().sum() * (count if reduction == "mean" else 1)
+        sums["loss"] = torch.stack((total, count.to(total.dtype)))
+        self._pending.append((name, width, float(options.get("label_smoothing", 0.0)), sums))
+
+    def drain(self) -> Parts:
+        """Return this process's sums since the last time; waits for the device."""
+        pending, self._pending = self._pending, []
+        parts: Parts = {}
+        for name, width, smoothing, tensors in pending:
+            values = {key: each.cpu().numpy() for key, each in tensors.items()}
+            low, high, off_one = values.pop("range").tolist()
+            found = _Sums(width=width, low=low, high=high, off_one=off_one, smoothing=smoothing, **values)
+            if name not in parts:
+                parts[name] = found
+            elif parts[name].width == width:
+                parts[name].add(found)
+        return parts
+
+
+@contextmanager
+def without_watcher(model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Context in which a network's own calls are not watched; its value is the network to call.
+
+    They would be slower, and a compiled network would be compiled again. A module stays what it is, since code may
+    depend on its class.
+    """
+    if not isinstance(model, nn.Module):
+        yield _Unwatched(model)
+        return
+    entered: list[Any] = []
+
+    def enter(*_: Any) -> None:
+        entered.append(_unwatched())
+        entered[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    hooks = model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)
+    try:
+        yield model
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def _unwatched() -> Any:
+    return torch._C.DisableTorchFunction()  # noqa: SLF001  # torch's notes on modes name no other way
+
+
+class _Unwatched:
+    """A function without watchers, with its attributes."""
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self._model = model
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        with _unwatched():
+            return self._model(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        # While it is being copied, Python looks up special names on a copy that has no attributes yet.
+        if name == "_model" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._model, name)
+
+
+def merged(parts: Sequence[Parts]) -> Parts:
+    """Return the sums of several processes or steps together."""
+    whole: Parts = {}
+    for part in parts:
+        for name, each in part.items():
+            if name not in whole:
+                whole[name] = _Sums(
+                    width=each.width, sums=each.sums, counts=each.counts, loss=each.loss, smoothing=each.smoothing
+                )
+                whole[name].low, whole[name].high, whole[name].off_one = each.low, each.high, each.off_one
+            elif whole[name].width == each.width:
+                whole[name].add(each)
+    return whole
+
+
+def _pair(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    return (args[0] if args else kwargs["input"]), (args[1] if len(args) > 1 else kwargs["target"])
+
+
+def _of_classes(name: str, answer: Tensor, target: Tensor, options: Mapping[str, Any]) -> tuple[int, dict[str, Tensor]]:
+    classes = answer.shape[1] if answer.ndim > 1 else answer.shape[0]
+    rows = answer.movedim(1, -1) if answer.ndim > 1 else answer[None]
+    if target.is_floating_point():  # a distribution over the classes
+        shares = (target.movedim(1, -1) if target.ndim > 1 else target[None]).reshape(-1, classes).double()
+        target, counts = shares.argmax(dim=-1).reshape(rows.shape[:-1]), shares.sum(dim=0)
+        valid = torch.ones_like(target, dtype=torch.bool)
+    else:
+        target = target.reshape(rows.shape[:-1])
+        valid = target != int(options.get("ignore_index", -100))
+        counts = torch.zeros(classes, dtype=torch.float64, device=answer.device)
+        kept = torch.where(valid, target, 0).reshape(-1)
+        counts.scatter_add_(0, kept, valid.reshape(-1).double())
+    right = (rows.argmax(dim=-1) == target) & valid
+    per_group = [each.reshape(len(rows), -1).sum(dim=1).double() for each in (valid, right)]
+    labels, hits = per_group
+    used = (labels > 0).sum().double()
+    bins = torch.zeros(2 * BINS, dtype=torch.float64, device=answer.device)
+    sums = rows.float().sum(dim=-1)
+    if classes <= _MOST_CLASSES:
+        logs = rows.float() if name == "nll_loss" else rows.float().log_softmax(dim=-1)
+        place = (logs.amax(dim=-1).exp() * BINS).long().clamp(0, BINS - 1).reshape(-1)
+        bins.scatter_add_(0, place, valid.reshape(-1).double())
+        bins.scatter_add_(0, place + BINS, right.reshape(-1).double())
+        if name == "nll_loss":
+            sums = logs.exp().sum(dim=-1)
+    low, high = rows.aminmax()
+    values = (labels.sum(), hits.sum(), used, (hits * hits).sum(), (hits * labels).sum(), (labels * labels).sum())
+    return classes, {
+        "sums": torch.cat((torch.stack(values), bins)),
+        "counts": counts,
+        "range": torch.stack((low.double(), high.double(), (sums - 1).abs().amax().double())),
+    }
+
+
+def _of_numbers(answer: Tensor, target: Tensor) -> tuple[int, dict[str, Tensor]]:
+    if answer.shape != target.shape:
+        raise ValueError("they are broadcast")
+    width = answer.shape[1] if answer.ndim == 2 and answer.shape[1] <= _MOST_COLUMNS else 1
+    found, wanted = (each.reshape(-1, width).double() for each in (answer, target))
+    low, high = found.aminmax()
+    ones = torch.ones_like(found)
+    values = (ones, wanted, wanted * wanted, found, found * found, found * wanted)
+    return width, {
+        "sums": torch.stack([each.sum(dim=0) for each in values]),
+        "counts": torch.full((width,), float(len(answer)), dtype=torch.float64, device=answer.device),
+        "range": torch.stack((low, high, torch.zeros_like(low))),
+    }
+
+
+def described(parts: Parts) -> dict[str, dict[str, Any]]:
+    """Return what the sums say, as plain numbers for a record."""
+    return {name: _classes(each) if name in _OF_CLASSES else _numbers(name, each) for name, each in parts.items()}
+
+
+def _classes(each: _Sums) -> dict[str, Any]:
+    labels, right, groups, right_right, right_labels, labels_labels = each.sums[: len(_CLASS_SUMS)].tolist()
+    bins = each.sums[len(_CLASS_SUMS) :].reshape(2, BINS)
+    total = each.counts.sum()
+    if not labels or not total:
+        return {}
+    shares = each.counts[each.counts > 0] / total
+    # Miller and Madow's correction: few labels look less spread out than they are.
+    entropy = float(-(shares * np.log(shares)).sum()) + (len(shares) - 1) / (2 * total)
+    if each.smoothing:
+        smoothed = (1 - each.smoothing) * each.counts / total + each.smoothing / each.width
+        entropy = float(-(smoothed * np.log(smoothed)).sum())
+    accuracy = right / labels
+    spread = right_right - 2 * accuracy * right_labels + accuracy * accuracy * labels_labels
+    return {
+        "kind": "classes",
+        "classes": each.width,
+        "labels": round(labels),
+        "groups": round(groups),
+        "prior": _short(min(entropy, math.log(each.width))),
+        "majority": _short(float(shares.max())),
+        "accuracy": _short(accuracy),
+        "accuracy_error": _short(math.sqrt(max(spread, 0.0)) / labels),
+        "loss": _short(_mean(each)),
+        "low": _short(each.low),
+        "high": _short(each.high),
+        "off_one": _short(each.off_one),
+        "confidence": [[round(count), round(hits)] for count, hits in bins.T.tolist()],
+    }
+
+
+def _numbers(name: str, each: _Sums) -> dict[str, Any]:
+    count, target, target_target, answer, answer_answer, answer_target = each.sums
+    count = np.maximum(count, 1)
+    mean, found = target / count, answer / count
+    variance, spread = target_target / count - mean**2, answer_answer / count - found**2
+    covariance = answer_target / count - mean * found
+    usable = variance > 1e-12 * np.maximum(mean**2, 1e-30)
+    if not usable.any():
+        return {}
+    scale = np.sqrt(np.maximum(variance * spread, 1e-300))
+    error = target_target - 2 * answer_target + answer_answer
+    return {
+        "kind": "answers" if name in _OF_ANSWERS else "numbers",
+        "columns": each.width,
+        "values": round(float(count.sum())),
+        "groups": round(float(each.counts[0])),
+        "correlation": _short(float((covariance / scale)[usable].mean())),
+        "r2": _short(float((1 - error / count / np.maximum(variance, 1e-300))[usable].mean())),
+        "target_mean": _short(float(mean.mean())),
+        "target_std": _short(float(np.sqrt(np.maximum(variance, 0)).mean())),
+        "answer_mean": _short(float(found.mean())),
+        "answer_std": _short(float(np.sqrt(np.maximum(spread, 0)).mean())),
+        "prior": _short(_binary_entropy(mean)) if name in _OF_ANSWERS else None,
+        "loss": _short(_mean(each)),
+        "low": _short(each.low),
+        "high": _short(each.high),
+    }
+
+
+def _binary_entropy(shares: NDArray[np.float64]) -> float:
+    p = np.clip(shares, 1e-12, 1 - 1e-12)
+    return float((-p * np.log(p) - (1 - p) * np.log(1 - p)).mean())
+
+
+def _mean(each: _Sums) -> float:
+    return float(each.loss[0] / max(each.loss[1], 1))
+
+
+def _short(value: float) -> float | None:
+    """Return a number with six digits; the last bits depend on how the samples were divided among processes."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
