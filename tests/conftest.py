@@ -49,7 +49,7 @@ parallel: {device: cpu, threads: 1}
 telemetry: {log_every: 2 steps, trackers: [], report: off}
 """
 
-_ABOUT_THE_LAUNCH = {"start", "resume", "checkpoint", "stop", "finish"}
+_ABOUT_THE_LAUNCH = {"start", "resume", "checkpoint", "stop", "finish", "observation"}
 _TIMED = {"flops", "forecast"}
 
 

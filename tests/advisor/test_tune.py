@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import RecipeError, RunDirectoryError, TrainingError
 from paceline.records.reader import read_events
 from paceline.records.run_directory import RunDirectory
-from paceline.trainer.run_dir_checks import RunLock
+from paceline.trainer.run_lock import RunLock
 
 pytest.importorskip("optuna")
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import platform
-import re
-import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +58,7 @@ from paceline.records.run_directory import (
 )
 from paceline.tasks.task import Task, task_name
 from paceline.telemetry.trackers import TRACKERS
+from paceline.trainer.run_lock import lock_owner, read_if_present
 
 
 def check_visible(root: Path, collectives: Collectives, *, patience_seconds: float) -> None:
@@ -78,14 +75,14 @@ def check_visible(root: Path, collectives: Collectives, *, patience_seconds: flo
     mark = root / ".lock"
 
     def write() -> str:
-        word = _lock_owner()
+        word = lock_owner()
         with file_operation("write", mark):
             mark.write_text(word)
         return word
 
     written = collectives.on_rank_zero(write)
     deadline = time.monotonic() + patience_seconds
-    while not (is_visible := _read_if_present(mark) == written) and time.monotonic() < deadline:
+    while not (is_visible := read_if_present(mark) == written) and time.monotonic() < deadline:
         time.sleep(0.1)
     ranks = collectives.gather((is_visible, platform.node()))
     blind = [rank for rank, (sees, _) in enumerate(ranks) if not sees]
@@ -95,33 +92,6 @@ def check_visible(root: Path, collectives: Collectives, *, patience_seconds: flo
             "another directory or none there; name a --run-dir on a file system that all hosts share."
         )
 
-
-def _lock_owner() -> str:
-    """Write the lock's owner, with a token that is new each time: an older file may have been copied along."""
-    return f"process {os.getpid()} on {platform.node()}, {secrets.token_hex(8)}"
-
-
-def _is_dying(holder: str) -> bool:
-    """Whether the owner of a lock was killed: its locks, and those of its loader processes, go a little later."""
-    found = re.fullmatch(r"process (\d+) on (.+)", holder)
-    if found is None or found[2] != platform.node() or not Path("/proc/self/environ").exists():
-        return False
-    try:
-        return not Path(f"/proc/{found[1]}/environ").read_bytes()  # it has no memory any more
-    except PermissionError:
-        return False
-    except OSError:
-        return True
-
-
-def _read_if_present(path: Path) -> str | None:
-    with contextlib.suppress(OSError):
-        return path.read_text()
-    return None
-
-
-# How long a killed process may take to disappear, with all that it had started.
-_DYING_SECONDS = 10.0
 
 # Keys that may differ between a run and its continuation: none of them changes which samples a step sees.
 _CHANGEABLE_KEYS = (
@@ -383,54 +353,6 @@ class ResumeDecision:
     completed: bool = False
     resumes: int = 0
     notices: tuple[str, ...] = ()
-
-
-class RunLock:
-    """Lock that prevents two launches from writing to one run directory; the system releases it even after SIGKILL."""
-
-    def __init__(self, directory: RunDirectory, *, is_new: bool = False) -> None:
-        self._root, self._is_new = directory.root, is_new
-        path = directory.root / ".lock"
-        with file_operation("open", path):
-            self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
-        deadline = time.monotonic() + _DYING_SECONDS
-        while not self._is_taken():
-            holder = (_read_if_present(path) or "").partition(",")[0]
-            if _is_dying(holder) and time.monotonic() < deadline:
-                time.sleep(0.05)
-                continue
-            os.close(self._descriptor)
-            raise RunDirectoryError(
-                f"another process is training in '{directory.root}'{f' ({holder})' if holder else ''}, or a run that "
-                "failed still saves there; wait for it, stop it, or choose another run directory."
-            )
-        with contextlib.suppress(OSError):  # only for the message above
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, _lock_owner().encode(), 0)
-
-    def _is_taken(self) -> bool:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass  # a file system without locks: the check is best effort
-        return True
-
-    def hold_until(self, save: Future[Any]) -> None:
-        """Keep other launches out until this save has ended, even if the lock is released earlier."""
-        # The system holds the lock as long as one of its descriptors is open.
-        duplicate = os.dup(self._descriptor)
-        save.add_done_callback(lambda _: os.close(duplicate))
-
-    def release(self) -> None:
-        """Release the lock; an empty directory created for this run is removed."""
-        # A missing directory must not hide why the run ends.
-        with contextlib.suppress(OSError):
-            if self._is_new and os.listdir(self._root) == [".lock"]:
-                (self._root / ".lock").unlink()
-                self._root.rmdir()
-        os.close(self._descriptor)
 
 
 def open_directory(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:

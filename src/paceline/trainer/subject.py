@@ -421,7 +421,8 @@ class Subject(contextlib.ExitStack[bool | None]):
 
     def _take_directory(self) -> None:
         """Open the run directory, created if needed; the first rank holds it, and removes an unused new one."""
-        from paceline.trainer.run_dir_checks import RunLock, check_visible
+        from paceline.trainer.run_dir_checks import check_visible
+        from paceline.trainer.run_lock import RunLock
 
         options, name = self.options, self.loaded.name
         self.lock: RunLock | None = None

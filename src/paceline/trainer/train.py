@@ -43,7 +43,7 @@ from paceline.trainer.network import load_initial_weights
 from paceline.trainer.nonfinite import check_outcome, divergence
 from paceline.trainer.result import TrainResult
 from paceline.trainer.run import Run
-from paceline.trainer.run_dir_checks import RunLock
+from paceline.trainer.run_lock import RunLock
 from paceline.trainer.run_records import digests, summarise
 from paceline.trainer.saved_run import SavedRun
 from paceline.trainer.saving import finish_mirroring, restore

@@ -34,7 +34,7 @@ from paceline.recipe.load import load_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.tasks.facts import best_metric
-from paceline.trainer.run_dir_checks import RunLock
+from paceline.trainer.run_lock import RunLock
 from paceline.trainer.subject import Subject
 from paceline_advisor import Json, frozen
 from paceline_advisor.bench.target import MetricTarget, TargetRun, train

@@ -27,7 +27,7 @@ from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline.trainer import train
-from paceline.trainer.run_dir_checks import RunLock
+from paceline.trainer.run_lock import RunLock
 from paceline.trainer.train import Options, train_recipe
 
 Make = Callable[..., Any]
@@ -318,7 +318,7 @@ def test_a_killed_process_may_take_a_moment_to_disappear(tmp_path: Path) -> None
     script = (
         "import os, signal, sys, time; from pathlib import Path\n"
         "from paceline.records.run_directory import RunDirectory\n"
-        "from paceline.trainer.run_dir_checks import RunLock\n"
+        "from paceline.trainer.run_lock import RunLock\n"
         "lock = RunLock(RunDirectory(Path(sys.argv[1])))\n"
         "if os.fork() == 0: print('held', flush=True); time.sleep(1.5); os._exit(0)\n"
         "time.sleep(60)"
