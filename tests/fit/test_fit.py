@@ -115,7 +115,7 @@ def test_each_group_has_its_own_schedule(fit: Fit) -> None:
 class Decaying(torch.optim.lr_scheduler.LRScheduler):
     """Raises the weight decay of one group, for a while, and never the learning rate."""
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | Tensor]:
         self.optimizer.param_groups[1]["weight_decay"] = 0.5 if 2 <= self.last_epoch < 6 else 0.0
         return [group["lr"] for group in self.optimizer.param_groups]
 
