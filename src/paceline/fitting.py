@@ -13,17 +13,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from paceline.checkpoint.weights import load_trained
-from paceline.data.objects.samples import take_apart
 from paceline.errors import PacelineError, RecipeError, wrong_kind
-from paceline.optim.own import own_optimizer
+from paceline.optim.own import groups_of, own_optimizer
+from paceline.parsing.arguments import folder, whole
 from paceline.plugins.references import trusting_code
 from paceline.recipe.load import Overrides, load_recipe, override_pairs
-from paceline.tasks.given_objects import Objects, fingerprint, gather
-from paceline.tasks.object_checks import naming_samples
+from paceline.tasks.given_objects import Objects, fingerprint, gather, network_of, take
+from paceline.tasks.object_checks import naming_changes, naming_samples
 from paceline.tasks.objects import Fit
 from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.result import TrainResult
@@ -62,7 +64,10 @@ class FitResult(TrainResult):
             data: Anything that :func:`fit` takes as data.
             batch_size: Samples for each call of the network.
         """
-        return self.task.outputs(self.model, take_apart(data, "data", self.task.objects.train_set.collate), batch_size)
+        size = whole("batch_size", batch_size, 1)
+        collate = self.task.objects.train_set.collate
+        samples = take(data, "data", None if collate is default_collate else collate)
+        return self.task.outputs(self.model, samples, size)
 
     def export(self, output: str | Path, *, format: str = "safetensors") -> Path:  # noqa: A002  # the option of paceline export
         """Write the weights of :attr:`model` for other programs, and return the path.
@@ -77,12 +82,16 @@ class FitResult(TrainResult):
         from paceline.inference.export import ExportRequest, export
         from paceline.inference.formats import formats
 
-        if format not in formats():
+        if not isinstance(format, str) or format not in formats():
             raise RecipeError(
                 f"format is {format!r}; choose one of {', '.join(formats())}.", key="format", value=format
             )
         request = ExportRequest(
-            target=self.run_dir, output=Path(output), form=format, best=self._has_best, task=self.make_task
+            target=self.run_dir,
+            output=folder("output", output, error=RecipeError),
+            form=format,
+            best=self._has_best,
+            task=self.make_task,
         )
         with trusting_code():
             export(request)
@@ -94,7 +103,7 @@ def fit(
     train_set: Any,
     held_out: Any = None,
     *,
-    loss: Callable[..., Any],
+    loss: Callable[..., Any] | None = None,
     metrics: Mapping[str, Any] | None = None,
     optimizer: Any = "adamw",
     lr: float | None = None,
@@ -173,7 +182,7 @@ def fit(
         names |= {f"metrics.{key}": _name(value) for key, value in objects.metrics.items()}
         chosen.set("fit", "task", "fit")
         chosen.set("fit", "objects", names)
-        with naming_samples(objects):
+        with naming_samples(objects), naming_changes(objects, run_dir):
             trained = train(
                 overrides=chosen.values,
                 run_dir=run_dir,
@@ -223,6 +232,9 @@ _WORDS = (
     (", or repeat its own recipe: .*", ", or give the same again."),
     ("the data of (.*) has changed since .* restore them", r"train_set or held_out of \1 was another; give it"),
     ("another run directory", "another run_dir"),
+    (r" \(paceline\.tasks\.objects:Fit\.sample_weights\)", ""),
+    (r"(paceline\.tasks\.objects:)?\bFit\.", ""),
+    (r"override '(\w+)': unknown key '\1'\. Did you mean '\1'\?", r"overrides has '\1'; give the argument \1."),
 )
 
 
@@ -244,9 +256,10 @@ class _Overrides:
             raise
 
     def _in_arguments(self, text: str) -> str:
+        text = re.sub(r"\b[a-z]+\.[a-z_]+\b", lambda key: self._arguments.get(key[0], key[0]), text)
         for recipe_words, words in _WORDS:
             text = re.sub(recipe_words, words, text)
-        return re.sub(r"\b[a-z]+\.[a-z_]+\b", lambda key: self._arguments.get(key[0], key[0]), text)
+        return text
 
     def set(self, argument: str, key: str, value: Any, default: Any = None) -> None:
         """Set a key, unless it has no value and the overrides set it.
@@ -254,6 +267,7 @@ class _Overrides:
         Raises:
             RecipeError: If both do.
         """
+        value = value.item() if isinstance(value, np.generic) else value
         if value is not None and key in self.values:
             raise RecipeError(f"{argument}={value} and overrides set {key}={self.values[key]}; leave one out.", key=key)
         if key not in self.values:
@@ -276,7 +290,7 @@ def _own_optimizer(optimizer: Any, model: Any) -> Any:
 def _remade(optimizer: torch.optim.Optimizer, model: Any) -> Any:
     """Return a function that makes an optimizer like one that was given, for a copy of its network."""
     parameters = [*model.parameters()] if isinstance(model, nn.Module) else []
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    held = {id(each) for group in groups_of(optimizer) for each in group["params"]}
     if not held <= {*map(id, parameters)}:
         raise RecipeError(
             "optimizer holds parameters that are not the model's; give a class or a function of the parameters.",
@@ -300,7 +314,7 @@ def _remade(optimizer: torch.optim.Optimizer, model: Any) -> Any:
 
 def _lr_of(optimizer: Callable[..., Any], model: Any) -> float:
     """Return the learning rate that a function gives the optimizer's first group."""
-    network = model if isinstance(model, nn.Module) else model()
+    network = model if isinstance(model, nn.Module) else network_of(model)
     return float(own_optimizer(optimizer, network, None).param_groups[0]["lr"])
 
 
@@ -311,7 +325,7 @@ def _checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     for name, each in found.items():
         if name in ("weight", "label"):
             raise RecipeError(f"metrics has {name!r}, a name that scores use; choose another.", key="metrics")
-        if not name.isidentifier() or not callable(each):
+        if not isinstance(name, str) or not name.isidentifier() or not callable(each):
             raise RecipeError(
                 f"metrics has {name!r}: {type(each).__name__}; give a name of letters, digits and underscores, and a "
                 "function or a metric of torchmetrics.",

@@ -241,6 +241,7 @@ def _listed(value: Any) -> list[Any]:
 def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         return json.dumps(value)
+    value = getattr(value, "run_dir", value)  # a result stands for its run
     plain = isinstance(value, str | int | float | os.PathLike)
     return str(value) if plain else type(value).__name__  # a picture or an array, which is not read from the words
 

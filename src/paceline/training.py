@@ -105,6 +105,13 @@ def train(
         return replace(train_recipe(loaded, options), make_task=task)
 
 
+def _is_path(run_dir: Any) -> bool:
+    if not isinstance(run_dir, str | os.PathLike):
+        return run_dir is None
+    name = os.fsencode(run_dir)
+    return b"\0" not in name and all(len(each) < 256 for each in name.split(b"/"))
+
+
 def _check_arguments(*, processes: Any, run_dir: Any, resume: Any, callbacks: Any) -> None:
     """Refuse arguments of the wrong kind.
 
@@ -116,7 +123,7 @@ def _check_arguments(*, processes: Any, run_dir: Any, resume: Any, callbacks: An
     )
     wrong: tuple[tuple[str, Any, bool, str], ...] = (
         ("processes", processes, type(processes) is int and processes > 0, "a whole number from 1"),
-        ("run_dir", run_dir, run_dir is None or isinstance(run_dir, str | os.PathLike), "a path"),
+        ("run_dir", run_dir, _is_path(run_dir), "a path with names up to 255 bytes"),
         ("resume", resume, is_checkpoint, "'auto', 'never' or the path of a checkpoint, RUN/checkpoints/step-…"),
         ("callbacks", callbacks, callbacks is None or isinstance(callbacks, Sequence), "a list of objects"),
     )

@@ -112,6 +112,34 @@ def test_each_group_has_its_own_schedule(fit: Fit) -> None:
     assert_same(result.model.state_dict(), expected)
 
 
+class Decaying(torch.optim.lr_scheduler.LRScheduler):
+    """Raises the weight decay of one group, for a while, and never the learning rate."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        self.optimizer.param_groups[1]["weight_decay"] = 0.5 if 2 <= self.last_epoch < 6 else 0.0
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def cycled(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.1, total_steps=10, base_momentum=[0.5, 0.7], max_momentum=[0.6, 0.9]
+    )
+
+
+@pytest.mark.parametrize("schedule", [Decaying, cycled])
+def test_all_that_a_scheduler_moves_is_applied(fit: Fit, schedule: Any) -> None:
+    def groups(parameters: Any) -> Any:
+        return torch.optim.Adam([{"params": [each]} for each in parameters], lr=0.05)
+
+    own = seeded()
+    optimizer = groups(own.parameters())
+    expected = by_hand(own, optimizer, schedule=schedule(optimizer))
+    given: Any = {"optimizer": groups, "lr": None, "schedule": schedule}
+    assert_same(fit("run", model=seeded(), **given).model.state_dict(), expected)
+    fit("resumed", model=seeded(), **given, overrides={"train.until": "7 steps"})
+    assert_same(fit("resumed", model=seeded(), **given).model.state_dict(), expected)
+
+
 def test_a_resume_says_what_has_changed(fit: Fit, capsys: pytest.CaptureFixture[str]) -> None:
     fit("run", overrides={"train.until": "3 steps"})
     fit("run", loss=lambda outputs, targets: 2 * F.mse_loss(outputs, targets), quiet=False)
@@ -319,7 +347,7 @@ def test_keys_of_a_recipe_hold(fit: Fit, runs: Path) -> None:
 
 def test_other_data_do_not_continue_a_run(fit: Fit) -> None:
     fit("run", overrides={"train.until": "1 epoch"})
-    with pytest.raises(paceline.PacelineError, match=r"train_set or held_out of the run in .* was another"):
+    with pytest.raises(paceline.PacelineError, match=r"the run in .* had another train_set .*that of train_set\[0\]"):
         fit("run", train_set=(X[:100] + 1, Y[:100]))
     assert fit("run").status == "completed"
 
@@ -352,9 +380,12 @@ class Gone(Pairs):
         ({"train_set": (torch.zeros(100, 7), Y[:100])}, "the network failed on a tensor [2, 7]"),
         ({"model": lambda: 3}, "model returned a int"),
         ({"model": "resnet18"}, "model is a str"),
-        ({"loss": None}, "loss is a NoneType"),
+        ({"loss": None}, "loss is missing; give loss=torch.nn.functional.cross_entropy"),
         ({"loss": lambda outputs, targets: 1.0}, "loss returned a float"),
-        ({"loss": lambda outputs, targets: outputs[:, None] - targets}, "[2, 2] of float32 for 2 samples"),
+        (
+            {"loss": lambda outputs, targets: outputs[:, None] - targets},
+            "[2, 1] and [2], would compare each",
+        ),
         ({"held_out": HELD_OUT, "metrics": {"error": F.l1_loss}}, "one value for each sample"),
         ({"metrics": {"error": 3}}, "metrics has 'error': int"),
         ({"metrics": {"error": F.l1_loss}}, "give held_out"),

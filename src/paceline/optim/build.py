@@ -114,8 +114,7 @@ def build_schedules(recipe: Recipe, plan: Plan) -> Schedules:
 def apply_settings(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
     """Set the step's values on every parameter group."""
     for number, group in enumerate(optimizer.param_groups):
-        scaled = settings.learning_rate * group.get("lr_factor", 1.0)
-        group["lr"] = settings.of_groups[number] if settings.of_groups else scaled
+        group["lr"] = settings.learning_rate * group.get("lr_factor", 1.0)
         if settings.momentum is not None and group.get("momentum_moves", True):
             if "momentum" in group:
                 group["momentum"] = settings.momentum
@@ -123,6 +122,7 @@ def apply_settings(optimizer: torch.optim.Optimizer, settings: OptimizerSettings
                 group["betas"] = (settings.momentum, *group["betas"][1:])
         if settings.weight_decay is not None and group.get("decay_moves", True):
             group["weight_decay"] = settings.weight_decay
+        group.update(settings.of_groups[number] if settings.of_groups else {})
 
 
 class Clipping:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ _TRIED_STEPS = 100_000
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def explained(what: str) -> Iterator[None]:
     """Report an error in what was given by its name.
 
     Raises:
@@ -32,7 +33,24 @@ def _explained(what: str) -> Iterator[None]:
     except PacelineError:
         raise
     except Exception as error:
-        raise RecipeError(f"{what} failed with {type(error).__name__}: {error}; correct it.", key=what) from error
+        text = " ".join(str(error).split())
+        raise RecipeError(f"{what} failed with {type(error).__name__}: {text}; correct it.", key=what) from error
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return an optimizer's parameter groups.
+
+    Raises:
+        RecipeError: If it has none, or one has no learning rate.
+    """
+    groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
+    if not groups or not all("lr" in each for each in groups):
+        raise RecipeError(
+            f"optimizer={type(optimizer).__name__} has no param_groups with lr; call "
+            "super().__init__(parameters, {'lr': lr}) in its __init__.",
+            key="optimizer",
+        )
+    return groups
 
 
 def own_optimizer(given: Any, network: nn.Module, lr: float | None) -> torch.optim.Optimizer:
@@ -47,13 +65,14 @@ def own_optimizer(given: Any, network: nn.Module, lr: float | None) -> torch.opt
         RecipeError: If it gives no optimizer that works for every step by itself.
     """
     parameters = [each for each in network.parameters() if each.requires_grad]
-    with _explained("optimizer"):
+    with explained("optimizer"):
         is_class = inspect.isclass(given)
         built = given(parameters, **({} if lr is None else {"lr": lr})) if is_class else given(parameters)
     if not isinstance(built, torch.optim.Optimizer):
         raise RecipeError(
             f"optimizer gave a {type(built).__name__}, but it must give a torch.optim.Optimizer.", key="optimizer"
         )
+    groups = groups_of(built)
     closure = inspect.signature(built.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise RecipeError(
@@ -61,7 +80,7 @@ def own_optimizer(given: Any, network: nn.Module, lr: float | None) -> torch.opt
             "use another, for example AdamW.",
             key="optimizer",
         )
-    held = [id(each) for group in built.param_groups for each in group["params"]]
+    held = [id(each) for group in groups for each in group["params"]]
     if {*held} != {*map(id, parameters)}:
         raise RecipeError(
             f"optimizer holds {len({*held} & {*map(id, parameters)})} of the {len(parameters)} parameters that are "
@@ -69,15 +88,15 @@ def own_optimizer(given: Any, network: nn.Module, lr: float | None) -> torch.opt
             "requires_grad=False for what should stay.",
             key="optimizer",
         )
-    base = float(built.param_groups[0]["lr"])
-    for group in built.param_groups:
+    base = float(groups[0]["lr"])
+    for group in groups:
         group["lr_factor"] = float(group["lr"]) / base if base else 1.0
     return built
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnSchedules(Schedules):
-    """The learning rate, and the momentum if it moves, of a torch scheduler that moves by itself.
+    """The learning rate, and what else moves in the parameter groups, of a torch scheduler that moves by itself.
 
     It is moved on a copy of the optimizer, so that a step's rate is a function of the step, and a resume needs no
     state.
@@ -110,7 +129,7 @@ class OwnSchedules(Schedules):
             RecipeError: If it gives no such scheduler, or one that ends before the run.
         """
         scheduler, twin = scheduled_twin(make, optimizer)
-        moved = _Moved(scheduler, twin)
+        moved = _Moved(scheduler, twin, optimizer)
         ends: list[int] = []
 
         def at(step: int) -> OptimizerSettings:
@@ -140,7 +159,7 @@ def scheduled_twin(
     twin = copy.deepcopy(optimizer, memo=dict(shared))
     for group in twin.param_groups:
         group.pop("initial_lr", None)
-    with _explained("schedule"):
+    with explained("schedule"):
         scheduler = make(twin)
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise RecipeError(
@@ -161,15 +180,24 @@ def scheduled_twin(
 
 
 class _Moved:
-    """A scheduler's settings by number of moves; each is computed once."""
+    """A scheduler's settings by number of moves; each is computed once.
 
-    def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-        self._scheduler, self._optimizer = scheduler, optimizer
-        self._settings = [self._now()]
+    Args:
+        scheduler: Moves ``twin``.
+        twin: A copy of the optimizer.
+        optimizer: The run's.
+    """
+
+    def __init__(self, scheduler: Any, twin: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+        self._scheduler, self._twin = scheduler, twin
+        self._first = [{key: _plain(value) for key, value in each.items()} for each in optimizer.param_groups]
+        self._moving = {"lr"}
+        self._settings: list[OptimizerSettings] = []
+        self._settings.append(self._now())
 
     def to(self, moves: int) -> OptimizerSettings:
         while len(self._settings) <= moves:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), explained("schedule"):
                 warnings.simplefilter("ignore")  # this copy of the optimizer takes no steps
                 try:
                     self._scheduler.step()
@@ -182,7 +210,20 @@ class _Moved:
         return self._settings[moves]
 
     def _now(self) -> OptimizerSettings:
-        group = self._optimizer.param_groups[0]
-        momentum = group.get("momentum", group.get("betas", (None,))[0])
-        rates = tuple(float(each["lr"]) for each in self._optimizer.param_groups)
-        return OptimizerSettings(learning_rate=rates[0], momentum=momentum, of_groups=rates)
+        groups = [{key: _plain(value) for key, value in each.items()} for each in self._twin.param_groups]
+        for first, group in zip(self._first, groups, strict=True):
+            self._moving |= {key for key in first if key != "params" and first[key] != group[key]}
+            if not 0 <= group["lr"] < math.inf:
+                raise RecipeError(
+                    f"schedule={type(self._scheduler).__name__} gives the learning rate {group['lr']} after "
+                    f"{len(self._settings)} moves; give a finite number from 0.",
+                    key="schedule",
+                    value=group["lr"],
+                )
+        moved = tuple({key: each[key] for key in sorted(self._moving & each.keys())} for each in groups)
+        return OptimizerSettings(learning_rate=moved[0]["lr"], of_groups=moved)
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting that can be compared, and kept while the optimizer changes its own."""
+    return value.tolist() if isinstance(value, torch.Tensor) else value

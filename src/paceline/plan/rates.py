@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count, takewhile
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 from paceline.errors import RecipeError, setting_error
 from paceline.plan.epochs import BatchPhase, Epochs
@@ -430,13 +430,13 @@ class OptimizerSettings:
         learning_rate: Learning rate of a group with factor 1.
         momentum: Momentum, or the first beta.
         weight_decay: Weight decay of a group with factor 1.
-        of_groups: Learning rate of each group; empty if it follows from the groups' factors.
+        of_groups: What each group is set to, by key; empty if it follows from the groups' factors.
     """
 
     learning_rate: float
     momentum: float | None = None
     weight_decay: float | None = None
-    of_groups: tuple[float, ...] = ()
+    of_groups: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

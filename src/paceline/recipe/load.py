@@ -410,6 +410,9 @@ def override_pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
         RecipeError: If one is not KEY=VALUE.
     """
     if isinstance(overrides, Mapping):
+        if wrong := [each for each in overrides if not isinstance(each, str)]:
+            message = f"overrides has the key {wrong[0]!r}; keys are texts such as 'optimizer.lr'."
+            raise RecipeError(message, key="overrides", value=wrong[0], rule="a dict of texts")
         yield from copy.deepcopy(dict(overrides)).items()  # layers are merged in place
         return
     if isinstance(overrides, str) or not isinstance(overrides, Iterable):
@@ -418,7 +421,7 @@ def override_pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
     for text in overrides:
         dotted, equals, value = str(text).partition("=")
         if not equals or not dotted:
-            folder = f"data.path={text}" if text and Path(text).is_dir() else "optimizer.lr=0.1"
+            folder = f"data.path={text}" if text and Path(str(text)).is_dir() else "optimizer.lr=0.1"
             message = f"found '{text}', but an override is KEY=VALUE, for example {folder}."
             raise RecipeError(message, key="overrides", value=text, rule="KEY=VALUE")
         if dotted.count(".") >= MAX_DEPTH:

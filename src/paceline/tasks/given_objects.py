@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import inspect
@@ -9,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
+from os import PathLike
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -19,11 +21,13 @@ from torch import nn
 from paceline.data.objects.purity import bytes_of
 from paceline.data.objects.samples import Samples, take_apart
 from paceline.data.slices import SampleWeights
-from paceline.errors import RecipeError, wrong_kind
+from paceline.errors import DataError, ModelError, PacelineError, RecipeError, wrong_kind
+from paceline.optim.own import explained
 from paceline.plugins.references import is_reference, load_reference
 from paceline.recipe.schema import Recipe
 
 _SETTINGS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+_COLUMNS = (list, torch.Tensor, np.ndarray)
 _MODEL_NAMES = {"model", "net", "network", "module"}
 
 
@@ -94,26 +98,21 @@ def gather(
     if others.get("schedule_interval", "step") not in ("step", "epoch"):
         found = others["schedule_interval"]
         raise RecipeError(f"schedule_interval is {found!r}; choose 'step' or 'epoch'.", key="schedule_interval")
-    made = train_set() if is_maker(train_set) else train_set
-    train = take_apart(made, "train_set", collate)
-    given = held_out() if is_maker(held_out) else held_out
-    scored = None if given is None else take_apart(given, "held_out", collate)
+    if not (collate is None or callable(collate)):
+        raise wrong_kind("collate", collate, "a function that makes a batch of a list of samples")
+    train = take(train_set, "train_set", collate)
+    scored = None if held_out is None else take(held_out, "held_out", collate)
     if not callable(model):
         raise wrong_kind("model", model, "a torch.nn.Module, or a function that makes one")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise wrong_kind("model", model, "the module that it was made of, since TorchScript takes no hooks")
     if isinstance(model, nn.Module) and any(each.is_meta for each in model.parameters()):
         raise RecipeError("model has no values (device meta); give it some, or a function that makes it.", key="model")
-    if inspect.isclass(loss) or not callable(loss):
-        raise wrong_kind("loss", loss, f"{loss.__name__}()" if callable(loss) else "a function such as F.cross_entropy")
-    if isinstance(loss, nn.Module) and (own := [name for name, _ in loss.named_parameters()]):
-        raise RecipeError(
-            f"loss has its own parameters ({', '.join(own[:3])}), which would not be trained: make them part of the "
-            "model, and give loss(model, batch).",
-            key="loss",
-        )
+    _check_loss(loss)
     if (schedule := others.get("schedule")) is not None and not callable(schedule):
-        made = f"{type(schedule).__name__}(optimizer, ...)"
-        raise wrong_kind("schedule", schedule, f"a function of the optimizer: lambda optimizer: {made}")
-    if metrics and given is None:
+        kind = type(schedule).__name__ if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler) else "StepLR"
+        raise wrong_kind("schedule", schedule, f"a function of the optimizer: lambda optimizer: {kind}(optimizer, ...)")
+    if metrics and scored is None:
         raise RecipeError(
             f"metrics has {', '.join(metrics)}, which are computed on held-out samples; give held_out.", key="metrics"
         )
@@ -126,6 +125,113 @@ def gather(
         weights=None if weights is None else weigh(weights, train, scored),
         **others,
     )
+
+
+def _check_loss(loss: Any) -> None:
+    """Refuse what is not a loss.
+
+    Raises:
+        RecipeError: Saying what to give.
+    """
+    if loss is None:
+        raise RecipeError(
+            "loss is missing; give loss=torch.nn.functional.cross_entropy for classes, mse_loss for numbers, or, if "
+            "the model returns its loss, loss=lambda model, batch: model(*batch).",
+            key="loss",
+        )
+    if inspect.isclass(loss) or not callable(loss):
+        raise wrong_kind("loss", loss, f"{loss.__name__}()" if callable(loss) else "a function such as F.cross_entropy")
+    if isinstance(loss, nn.Module) and (own := [name for name, _ in loss.named_parameters()]):
+        raise RecipeError(
+            f"loss has its own parameters ({', '.join(own[:3])}), which would not be trained: make them part of the "
+            "model, and give loss(model, batch).",
+            key="loss",
+        )
+
+
+def network_of(given: Any) -> nn.Module:
+    """Return a copy of the network that was given, or one that the function makes.
+
+    Raises:
+        ModelError: If it makes none.
+    """
+    try:
+        network = copy.deepcopy(given) if isinstance(given, nn.Module) else given()
+    except Exception as error:
+        if isinstance(error, PacelineError | torch.OutOfMemoryError):
+            raise
+        if isinstance(given, nn.Module) and not isinstance(error, NotImplementedError):
+            raise
+        raise ModelError(
+            f"model failed with {type(error).__name__}: {error}; give a module with values, or a function that makes "
+            "one without arguments.",
+            key="model",
+        ) from error
+    if not isinstance(network, nn.Module):
+        raise ModelError(
+            f"model returned a {type(network).__name__}, but it must return a torch.nn.Module.", key="model"
+        )
+    return network
+
+
+def take(given: Any, role: str, collate: Any) -> Samples:
+    """Return the samples of what was given as data, or of what the function makes.
+
+    Raises:
+        PacelineError: If it is no data.
+    """
+    with explained(role):
+        made = given() if is_maker(given) else given
+    if not (isinstance(made, PathLike) or hasattr(made, "__iter__") or hasattr(made, "__getitem__")):
+        raise wrong_kind(role, made, "a data set with len() and [i], a tuple of tensors or arrays, or a DataLoader")
+    return take_apart(_in_tensors(made, role) if collate is None else made, role, collate)
+
+
+def _in_tensors(data: Any, role: str) -> Any:
+    """Return columns that were given as lists of numbers or of tensors as tensors; other data as they are.
+
+    Raises:
+        DataError: If a column is no array of numbers, or columns are in a list.
+    """
+    columns = [*data.values()] if isinstance(data, dict) else data
+    if not isinstance(columns, list | tuple) or not all(isinstance(each, _COLUMNS) for each in columns):
+        return data
+    if any(isinstance(each, torch.Tensor) and each.layout != torch.strided for each in columns):
+        raise DataError(f"{role} has a sparse tensor; give its to_dense().", key=role)
+    is_list = [isinstance(each, list) for each in columns]
+    if isinstance(data, dict):
+        return {key: _column(each, role) for key, each in data.items()}
+    fewest = min((len(each) for each in columns if isinstance(each, list) or each.ndim), default=0)
+    if not any(is_list) or fewest <= len(columns):
+        return data  # as many rows as columns, or fewer: samples that are lists
+    if isinstance(data, tuple):
+        return tuple(_column(each, role) for each in data)
+    if all(is_list) and len({type(each[0]) for each in data}) > 1:
+        raise DataError(
+            f"{role} is a list of {len(data)} lists; give a tuple of them, since a list holds samples.", key=role
+        )
+    return data
+
+
+def _column(values: Any, role: str) -> Any:
+    """Return one row for each value.
+
+    Raises:
+        DataError: If they are not numbers, or differ in shape.
+    """
+    if not isinstance(values, list):
+        return values
+    try:
+        if values and isinstance(values[0], torch.Tensor | np.ndarray):
+            return torch.stack([*map(torch.as_tensor, values)])
+        return torch.tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        raise DataError(
+            f"{role} has a list that is no column of numbers ({text}); give arrays with one row for each sample, or a "
+            "data set with len() and [i].",
+            key=role,
+        ) from None
 
 
 def is_maker(data: Any) -> bool:
@@ -146,7 +252,8 @@ def weigh(weights: Any, train: Samples, held_out: Samples | None) -> tuple[Sampl
     """
     if callable(weights):
         sets = (train,) if held_out is None else (train, held_out)
-        counted = [np.array([weights(each.read(i)) for i in range(len(each))]) for each in sets]
+        with explained("weights"):
+            counted = [np.array([weights(each.read(i)) for i in range(len(each))]) for each in sets]
     else:
         is_pair = isinstance(weights, tuple) or (
             isinstance(weights, list) and len(weights) == 2 and not isinstance(weights[0], int)

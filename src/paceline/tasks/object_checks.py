@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,14 +18,18 @@ from torch import Tensor, nn
 
 from paceline.data.batch import Batch, mapped, select_rows, tensors_in
 from paceline.data.objects.keyed import KeyedReader, kept_generators
+from paceline.data.objects.purity import bytes_of
 from paceline.data.objects.samples import Samples
 from paceline.data.slices import SampleWeights, micro_batch
-from paceline.errors import TrainingError
+from paceline.errors import RunDirectoryError, TrainingError
+from paceline.records.reader import read_plan, read_recipe
+from paceline.records.run_directory import RunDirectory
 from paceline.tasks.given_objects import Objects
 
 _CHUNK = 256
 _SECONDS = 5.0
 _NOT_FINITE = re.compile(r"\b(nan|inf|infinite)\b", re.IGNORECASE)
+_OTHER_DATA = re.compile("the data of (.*) has changed since .* restore them")
 _IGNORED = -100  # torch's default of ignore_index
 
 
@@ -106,6 +112,47 @@ def naming_samples(objects: Objects) -> Iterator[None]:
             found = f"{samples.path(wrong)} holds nan or infinity; if it should not, correct it, or leave it out."
             error.args = (f"{text.rstrip()} {found}",)
         raise
+
+
+@contextmanager
+def naming_changes(objects: Objects, run_dir: str | Path | None) -> Iterator[None]:
+    """Say in an error about other data than a run's which of the data sets differs, and in what."""
+    try:
+        yield
+    except RunDirectoryError as error:
+        if error.key != "digest" or run_dir is None:
+            raise
+        run = RunDirectory(Path(run_dir))
+        was, seed = read_plan(run)["data"], int(read_recipe(run).get("seed", 0))
+        old, new = (str(each or "").split("-") for each in (was.get("digest"), error.value))
+        found = {}
+        for place, samples in enumerate(filter(None, (objects.train_set, objects.held_out))):
+            if old[place : place + 1] != new[place : place + 1]:
+                found[samples.role] = _change(samples, was, seed)
+        if objects.held_out is None and len(old) > 1:
+            found["held_out"] = f"{was['samples'][1]} samples then, none now"
+        changed = " and ".join(f"{role} ({what})" for role, what in found.items())
+        error.args = (_OTHER_DATA.sub(rf"\1 had another {changed}; give it again", str(error)),)
+        error.key = next(iter(found), error.key)
+        raise
+
+
+def _change(samples: Samples, was: Mapping[str, Any], seed: int) -> str:
+    """Return in what samples differ from those that a run's plan describes."""
+    counts = dict(zip(("train_set", "held_out"), was["samples"], strict=False))
+    if counts.get(samples.role) != len(samples):
+        return f"{counts.get(samples.role, 0)} samples then, {len(samples)} now"
+    old, new = was.get("contents", {}).get(samples.role, {}), contents_of(samples, seed)
+    different = next((each for each in new if old.get(each) != new[each]), None)
+    return "other content" if different is None else f"other content, such as that of {samples.path(int(different))}"
+
+
+def contents_of(samples: Samples, seed: int) -> dict[str, str]:
+    """Return a digest of the first, middle and last sample, by number, as they are in the first epoch."""
+    reader = KeyedReader(samples, seed=seed, training=samples.role == "train_set")
+    with kept_generators():
+        chosen = sorted({0, len(samples) // 2, len(samples) - 1})
+        return {str(each): hashlib.sha256(bytes_of(reader.read(each, 0))).hexdigest() for each in chosen}
 
 
 def first_not_finite(samples: Samples, ids: Sequence[int]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -24,7 +25,7 @@ from paceline.data.objects.purity import Reading, read_again
 from paceline.data.objects.samples import Samples
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights, evenly_spaced, first_samples, micro_batch
-from paceline.errors import DataError, ModelError, RecipeError
+from paceline.errors import DataError, ModelError, PacelineError, RecipeError
 from paceline.host.world import World
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
@@ -37,8 +38,9 @@ from paceline.plan.rates import Schedules
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Optimizer
 from paceline.recipe.unused import all_but
-from paceline.tasks.given_objects import Objects, fingerprint, named_objects, takes_model
-from paceline.tasks.object_checks import has_class_weights, is_mean, wrong_class
+from paceline.tasks.given_objects import Objects, fingerprint, named_objects, network_of, takes_model
+from paceline.tasks.object_checks import contents_of, has_class_weights, is_mean, wrong_class
+from paceline.tasks.own_code import RefusedBroadcast
 from paceline.tasks.task import Model, Task
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ _LOWER_IS_BETTER = ("loss", "error", "mae", "mse", "distance", "perplexity", "nl
 # Where a batch is read in less time, handing it over from another process takes longer.
 _FAST_SECONDS = 0.005
 _TRIED = 2
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _COMPARED, _FEWEST = 8, 4
 _LOG = logging.getLogger("paceline.fit")
 _CONSEQUENCE = "a resume, or another number of workers or processes, will not repeat this run exactly."
@@ -109,6 +112,10 @@ class Fit(Task):
         description: dict[str, Any] = {"workers": workers, "samples": counts, "objects": self._fingerprints()}
         if all(digests):
             description["digest"] = "-".join(digests)
+            description["contents"] = {
+                samples.role: dict(self._readings[training].contents) or contents_of(samples, self.recipe.seed)
+                for training, samples in self._splits.items()
+            }
         if differences := [each.difference for each in self._readings.values() if each.difference]:
             description["not_repeatable"] = differences
         unused = all_but(["data.workers", "data.prefetch"], "the data are objects of yours")
@@ -182,22 +189,7 @@ class Fit(Task):
 
     def build_model(self) -> nn.Module:
         """Return a copy of the network that was given, or one that the function makes."""
-        given = self.objects.model
-        try:
-            network = copy.deepcopy(given) if isinstance(given, nn.Module) else given()
-        except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-            if isinstance(error, NotImplementedError) or not isinstance(given, nn.Module):
-                raise ModelError(
-                    f"model failed with {type(error).__name__}: {error}; give a module with values, or a function that "
-                    "makes one without arguments.",
-                    key="model",
-                ) from error
-            raise
-        if not isinstance(network, nn.Module):
-            raise ModelError(
-                f"model returned a {type(network).__name__}, but it must return a torch.nn.Module.", key="model"
-            )
-        return network
+        return network_of(self.objects.model)
 
     def check_network(self, network: nn.Module) -> None:
         """Try the loss and the metrics on two samples, and the optimizer, without changing anything."""
@@ -215,8 +207,9 @@ class Fit(Task):
         for training in self._splits:
             batch = self._tried(_TRIED, training=training)
             trial.train(training)
-            with torch.no_grad():
-                self.loss(trial, batch) if training else self.score(trial, batch)
+            tried, method = (self.loss, "loss") if training else (self.score, "score")
+            with torch.no_grad(), RefusedBroadcast(self, method, batch.targets):
+                tried(trial, batch)
         self._check_mean(trial, compared)
 
     def _tried(self, count: int, *, training: bool) -> Batch:
@@ -290,7 +283,9 @@ class Fit(Task):
     def _answer(self, model: Model, inputs: Nested) -> Any:
         try:
             return call(model, inputs)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except PacelineError:
+            raise
+        except Exception as error:
             raise self._explained("the network", error, inputs, hint=unknown_names(model, inputs)) from error
 
     def _called(
@@ -298,7 +293,9 @@ class Fit(Task):
     ) -> Any:
         try:
             return function(first, second)
-        except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
+        except PacelineError:
+            raise
+        except Exception as error:
             shown = (second,) if callable(first) else (first, second)
             raise self._explained(name, error, *shown, hint=hint()) from error
 
@@ -309,6 +306,16 @@ class Fit(Task):
         text = " ".join(str(error).split()).removesuffix(".")
         if "dtype" in text and "float64" in shapes:
             text += "; NumPy's numbers are float64: give float32, for example x.astype('float32')"
+        if "must be Tensor, not" in text:
+            text += "; in a sample, give a tensor or an array of numbers, not a list"
+        if "more than 1 value per channel" in text:
+            count, key = len(self.objects.train_set), "batch.global_size"
+            return ModelError(
+                f"{what} cannot train on a single sample ({text}); choose another {key} or batch.micro_size, so that "
+                f"no part of the {count} samples has only one.",
+                key=key,
+                value=self.recipe.batch.global_size,
+            )
         return ModelError(f"{what} failed on {shapes}: {type(error).__name__}: {text}{hint}; correct it.", key=what)
 
     def _mean(self, loss: Any, batch: Batch) -> Tensor:
@@ -371,10 +378,12 @@ class Fit(Task):
             )
         else:
             found = self._called(what, metric, self._outputs(model, batch, outputs), self._targets(batch))
-        values = torch.as_tensor(found)
-        if values.numel() != count or (values.ndim == 0 and count > 1):
+        values: Tensor | None = None
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            values = torch.as_tensor(found)
+        if values is None or values.numel() != count or (values.ndim == 0 and count > 1):
             raise ModelError(
-                f"{what} returned {describe(values)} for {count} samples; return one value for each sample: the run "
+                f"{what} returned {describe(found)} for {count} samples; return one value for each sample: the run "
                 "takes the mean.",
                 key=what,
             )
@@ -397,18 +406,17 @@ class Fit(Task):
 
     def answers(self, model: Model, batch: Batch) -> Answers | None:
         """Return the predicted classes, if targets are class numbers and outputs are scores."""
-        if self._takes_model or not isinstance(batch.targets, Tensor):
-            return None
-        outputs, targets = self._answer(model, batch.inputs), batch.targets
-        is_score = isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] > 1
-        if not is_score or targets.ndim != 1 or targets.is_floating_point() or targets.dtype == torch.bool:
-            return None
-        return Answers.of(outputs, targets.long())
+        return None if self._takes_model else _classes(self._answer(model, batch.inputs), batch.targets)
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Nested]:
-        """Return the network's outputs, for a predictions file."""
+        """Return the network's outputs and the targets, with the class of each if they are classes, for a file."""
         outputs = None if self._takes_model else self._answer(model, batch.inputs)
-        return {"output": outputs} if isinstance(outputs, Tensor) else {}
+        found: dict[str, Nested] = {"output": outputs} if isinstance(outputs, Tensor) else {}
+        if found and isinstance(batch.targets, Tensor):
+            found["target"] = batch.targets
+        if (classes := _classes(outputs, batch.targets)) is not None:
+            found |= {"prediction": classes.predicted, "probability": classes.probability}
+        return found
 
     def outputs(self, network: nn.Module, samples: Samples, batch_size: int) -> Any:
         """Return a network's outputs for samples with or without targets, in their order, on the CPU."""
@@ -540,6 +548,13 @@ def _extreme_targets(samples: Samples) -> list[int]:
     if not isinstance(target, Tensor) or target.ndim != 1 or target.dtype == torch.bool or target.is_complex():
         return []
     return [int(target.argmin()), int(target.argmax())]
+
+
+def _classes(outputs: Any, targets: Any) -> Answers | None:
+    """Return the predicted classes, if targets are class numbers and outputs are scores."""
+    is_score = isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] > 1
+    is_class = isinstance(targets, Tensor) and targets.ndim == 1 and targets.dtype in _INTEGERS
+    return Answers.of(outputs, targets.long()) if is_score and is_class else None
 
 
 def _forward_of(model: Model) -> inspect.Signature:

@@ -19,12 +19,13 @@ from paceline.errors import DataError, RecipeError
 from paceline.host.world import World
 from paceline.metrics.confusion import matrix_of
 from paceline.pages.page import Chart, Page, Section, Table
+from paceline.parsing.arguments import folder
 from paceline.parsing.files import SkippedItems
 from paceline.parsing.units import format_count, format_metric, metric_title, metric_unit
 from paceline.plugins.references import trusting_code
 from paceline.recipe.load import Overrides
 from paceline.records.events import Event
-from paceline.records.reader import NO_METRICS, Summary, read_events, read_json, read_plan, read_summary
+from paceline.records.reader import NO_METRICS, Summary, read_events, read_json, read_plan, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline.tasks.task import Task
 from paceline.tasks.trained import TaskMaker, trained_recipe, trained_task
@@ -117,14 +118,17 @@ class TrainResult:
             DataError: If the run has no held-out samples, or they do not have one class each.
         """
         if every:
-            with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-                file = Path(folder) / "answers.jsonl"
+            with tempfile.TemporaryDirectory(prefix="paceline-") as made:
+                file = Path(made) / "answers.jsonl"
                 self.evaluate(predictions=file)
                 lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-            if not all("target_class" in line for line in lines):
-                raise self._no_classes()
-            keys = ("id", "sample", "target_class", "prediction_class", "probability")
-            rows = [tuple(line.get(key) for key in keys) for line in lines]
+            if not all(isinstance(line.get(key), int) for line in lines for key in ("target", "prediction")):
+                raise self._no_classes(kept=False)
+            pairs = [[line.get(f"{key}_class", str(line[key])) for key in ("target", "prediction")] for line in lines]
+            rows = [
+                (line["id"], line["sample"], *pair, line.get("probability"))
+                for line, pair in zip(lines, pairs, strict=True)
+            ]
         else:
             kept = self._kept("examples")
             classes = [*kept["classes"], None]  # -1, without an answer, is the last
@@ -153,15 +157,21 @@ class TrainResult:
             raise self._no_classes()
         return read_json(path)
 
-    def _no_classes(self) -> DataError:
-        reason = "its held-out samples do not have one class each, or evaluate.keep_examples=0 keeps no predictions"
-        plan = read_plan(RunDirectory(self.run_dir))
+    def _no_classes(self, *, kept: bool = True) -> DataError:
+        """Return the error for a run without predicted classes, where they were ``kept``."""
+        run = RunDirectory(self.run_dir)
+        plan = read_plan(run)
+        is_fit = "objects" in plan["data"]
+        reason = "its held-out samples do not have one class each"
+        if is_fit:
+            reason += "; evaluate(predictions='held_out.jsonl') writes the output and the target of each"
         if plan.get("evaluation_samples") == 0:
-            is_fit = "objects" in plan["data"]
             way = "give paceline.fit held_out" if is_fit else "set data.validation_fraction or add a val/ folder"
             reason = f"no samples are held out; {way}"
         elif not self.history():
             reason = "it has not been evaluated yet"
+        elif kept and (read_recipe(run).get("evaluate") or {}).get("keep_examples") == 0:
+            reason = "evaluate.keep_examples=0 keeps no predictions; call mistakes(every=True)"
         return DataError(f"the run in {self.run_dir} has no mistakes or confusion matrix: {reason}.")
 
     def plot(self) -> Page:
@@ -234,7 +244,7 @@ class TrainResult:
             weights=weights,
             best=self._has_best,
             trust_code=True,
-            predictions=None if predictions is None else Path(predictions),
+            predictions=None if predictions is None else folder("predictions", predictions, error=RecipeError),
             task=self.make_task,
         )
         with trusting_code():
