@@ -32,7 +32,7 @@ _RESERVED = ("progress", "window", "clock")
 # Kinds of objects whose change is seen although they were not given.
 _WATCHED = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _Marks = tuple[Any, ...]
-ADVICE = "Before the loop, make it as it was when it was saved, or have its load_state_dict take this."
+ADVICE = "Prepare and keep the same objects as when it was saved, or let their load_state_dict take it."
 _USED = "paceline_used"  # the version of a gradient that its optimizer has used, an attribute of the tensor
 _SPARSE = "sparse"
 

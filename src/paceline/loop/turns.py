@@ -512,7 +512,7 @@ def close_at_exit(steps: Generator[tuple[int, Any], None, None]) -> None:
 
     def close() -> None:
         steps, error = held(), getattr(sys, "last_value", None)
-        if steps is None or steps.gi_frame is None or os.getpid() != process:  # a forked one has not left the body
+        if steps is None or os.getpid() != process:  # a forked one has not left the body
             return
         if error is None:
             steps.close()
