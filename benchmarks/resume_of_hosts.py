@@ -200,13 +200,12 @@ def start(folder: Path, host: str, log: str, *, processes: int, workers: int, ki
         "WORKERS": str(workers),
         "KILLED_AFTER": str(killed_after),
         "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{folder}",
-        "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "true",
     }
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     done = subprocess.run(
-        [sys.executable, *launcher, "program.py"],
+        [sys.executable, "-W", "ignore", *launcher, "program.py"],
         cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS,
     )  # fmt: skip
     if (done.returncode == 0) == (killed_after >= 0) or (not launcher and done.returncode not in (0, -signal.SIGKILL)):

@@ -49,6 +49,8 @@ _READ_AT_START = (
 _READ_AT_START += ("TORCH_", "PYTORCH_", "DNNL_", "ONEDNN_", "NUMEXPR_", "GLIBC_")
 # Of these, a child does itself what they ask for, or what they ask for makes no difference to it.
 _ARRANGED = ("PYTHONPATH", "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")
+# scikit-learn sets them in whoever imports it, for a library that torch does not use.
+_ARRANGED += ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 _PR_SET_CHILD_SUBREAPER = 36
 # Bytes of the server's own arguments and environment, where a child's are shown in /proc.
 _ROOM = 60_000
@@ -325,7 +327,8 @@ def _be_started(command: dict[str, Any], streams: list[int]) -> list[str]:
     words, environment = command["words"], command["environment"]
     os.environ.clear()
     os.environ.update(environment)
-    _show("arg", [sys.executable, *words])
+    sys.orig_argv = [sys.executable, *words]
+    _show("arg", sys.orig_argv)
     _show("env", [f"{name}={value}" for name, value in environment.items()])
     places = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
     sys.path[:] = places + [place for place in sys.path if place not in ("", *_python_path)]
@@ -377,6 +380,7 @@ def _run(words: list[str]) -> NoReturn:
             code = print(code, file=sys.stderr) or 1
     except BaseException as error:  # noqa: BLE001  # the interpreter's last
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
     threading._shutdown()
     atexit._run_exitfuncs()

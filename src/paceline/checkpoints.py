@@ -223,7 +223,7 @@ def _restore(path: Path, parts: Mapping[str, Any], plain: Mapping[str, Any]) -> 
             path=path,
         )
     states = read_components(path, [*stateful, *plain])
-    registry = Registry()
+    registry = Registry("Make the parts as they were when they were saved.")
     for name, part in stateful.items():
         registry.add(name, part)
     registry.restore({name: states[name] for name in stateful})

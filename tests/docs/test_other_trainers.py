@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "other-trainers.md"
 def needs(host: str) -> list[pytest.MarkDecorator]:
     package = {"fabric": "lightning", "trainer": "transformers"}.get(host, host)
     needed = [] if host == "plain" else [pytest.mark.needs("accelerate" if host == "trainer" else package, package)]
-    return [*needed, pytest.mark.slow]
+    return [*needed, pytest.mark.slow, *([] if host == "plain" else [pytest.mark.thorough])]
 
 
 def test_recipes_change_few_lines() -> None:
@@ -23,6 +23,7 @@ def test_recipes_change_few_lines() -> None:
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=[pytest.mark.thorough, pytest.mark.world_size(2)])])
 @pytest.mark.parametrize("host", [pytest.param(host, marks=needs(host)) for host in resume_of_hosts.PAGE])
+@pytest.mark.usefixtures("forked_commands")
 def test_a_killed_program_resumes_exactly(tmp_path: Path, host: str, processes: int) -> None:
     found: dict[str, Any] = resume_of_hosts.resume(
         tmp_path, host, resume_of_hosts.program_of_page(host), processes=processes, workers=2

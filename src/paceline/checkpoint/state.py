@@ -87,11 +87,14 @@ class Sharded(Protocol):
 
 
 class Registry:
-    """Named components in the order they were added."""
+    """Named components in the order they were added; ``advice`` tells how to make one fit that does not."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, advice: str = f"{_ADVICE[:-1]}, or start a new run from its weights with initialize_from."
+    ) -> None:
         self._components: dict[str, Component] = {}
         self._copies = HostCopies()
+        self._advice = advice
 
     def add(self, name: str, component: Component) -> None:
         """Add a component under a new name.
@@ -127,16 +130,13 @@ class Registry:
         if missing or extra:
             parts = [f"it lacks {name!r}.{did_you_mean(name, extra)}" for name in missing]
             parts += [f"it holds {name!r}, which this run does not use." for name in extra]
-            raise CheckpointError(
-                f"The checkpoint does not fit this run: {' '.join(parts)} Use the recipe it was saved with, "
-                "or start a new run from its weights with initialize_from."
-            )
+            raise CheckpointError(f"The checkpoint does not fit this run: {' '.join(parts)} {self._advice}")
         for name, component in self._components.items():
             with _naming(name):
                 if isinstance(component, SelfChecking):
                     component.check_state_dict(states[name])
                 else:
-                    check_inventory(component.state_dict(), states[name], where=f"component {name!r}")
+                    check_inventory(component.state_dict(), states[name], f"component {name!r}", self._advice)
         for name, component in self._components.items():
             with _naming(name):
                 component.load_state_dict(dict(states[name]))
@@ -153,7 +153,7 @@ def _naming(name: str) -> Iterator[None]:
         raise CheckpointError(f"component {name!r} does not accept its saved state: {error!r}") from error
 
 
-def check_inventory(live: State, saved: State, *, where: str) -> None:
+def check_inventory(live: State, saved: State, where: str, advice: str = _ADVICE) -> None:
     """Compare names, dtypes and shapes of the tensors; a live state without tensors is not compared.
 
     Raises:
@@ -168,8 +168,7 @@ def check_inventory(live: State, saved: State, *, where: str) -> None:
         more = f" The checkpoint also holds {extra!r}, {found[extra]}.{more}"
     raise CheckpointError(
         f"{where}: {differing[0]!r} is {found.get(differing[0], 'absent')} in the checkpoint, but the live object has "
-        f"{expected.get(differing[0], 'absent')}. Nothing is cast or skipped on load: "
-        f"use the recipe it was saved with.{more}"
+        f"{expected.get(differing[0], 'absent')}. Nothing is cast or skipped on load. {advice}{more}"
     )
 
 
@@ -277,7 +276,9 @@ def _bytes_of(tensor: Tensor) -> Any:
 
 
 class OptimizerComponent:
-    """An optimizer as a checkpoint component."""
+    """An optimizer as a checkpoint component; ``advice`` tells what to do about a state that does not fit."""
+
+    advice = _ADVICE
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -288,7 +289,7 @@ class OptimizerComponent:
 
     def check_state_dict(self, state: State, /) -> None:
         """Raise :class:`CheckpointError` if the state does not belong to such an optimizer."""
-        check_optimizer_state(self.optimizer, state)
+        check_optimizer_state(self.optimizer, state, self.advice)
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Load a saved state, bit for bit."""
@@ -321,7 +322,7 @@ def load_optimizer_state(optimizer: Optimizer, state: State) -> None:
             optimizer.state[parameter] = _with_saved_dtypes(values, optimizer.state[parameter], parameter)
 
 
-def check_optimizer_state(optimizer: Optimizer, state: State) -> None:
+def check_optimizer_state(optimizer: Optimizer, state: State, advice: str = _ADVICE) -> None:
     """Compare a saved state with an optimizer that may not have taken a step yet.
 
     Raises:
@@ -335,13 +336,13 @@ def check_optimizer_state(optimizer: Optimizer, state: State) -> None:
     if len(saved_groups) != len(live_groups):
         raise CheckpointError(
             f"optimizer: the checkpoint has {len(saved_groups)} parameter groups, "
-            f"but the live optimizer has {len(live_groups)}. {_ADVICE}"
+            f"but the live optimizer has {len(live_groups)}. {advice}"
         )
     for index, (saved, live) in enumerate(zip(saved_groups, live_groups, strict=True)):
         if len(saved["params"]) != len(live["params"]):
             raise CheckpointError(
                 f"optimizer: parameter group {index} has {len(saved['params'])} parameters in the checkpoint, "
-                f"but {len(live['params'])} in the live optimizer. {_ADVICE}"
+                f"but {len(live['params'])} in the live optimizer. {advice}"
             )
         unknown = sorted(saved.keys() - live.keys() - _NOT_COMPARED)
         absent = sorted(live.keys() - saved.keys() - _NOT_COMPARED)
@@ -350,14 +351,14 @@ def check_optimizer_state(optimizer: Optimizer, state: State) -> None:
         if unknown and absent:
             raise CheckpointError(
                 f"optimizer: parameter group {index} was saved by another optimizer: it has {', '.join(unknown)} "
-                f"and lacks {', '.join(absent)}. {_ADVICE}"
+                f"and lacks {', '.join(absent)}. {advice}"
             )
     parameters = _parameters(optimizer, saved_groups)
     for key, values in state["state"].items():
-        _check_parameter_state(key, values, parameters)
+        _check_parameter_state(key, values, parameters, advice)
 
 
-def _check_parameter_state(key: Any, values: Any, parameters: Mapping[Any, Tensor]) -> None:
+def _check_parameter_state(key: Any, values: Any, parameters: Mapping[Any, Tensor], advice: str) -> None:
     if isinstance(key, int) and key not in parameters:
         raise CheckpointError(
             f"optimizer: the checkpoint has state for parameter {key}, which is in none of its groups."
@@ -370,7 +371,7 @@ def _check_parameter_state(key: Any, values: Any, parameters: Mapping[Any, Tenso
         if isinstance(value, Tensor) and list(value.shape) != expected:
             raise CheckpointError(
                 f"optimizer: {name!r} of parameter {key} has the shape {list(value.shape)} in the checkpoint, "
-                f"but the live parameter has {expected}. {_ADVICE}"
+                f"but the live parameter has {expected}. {advice}"
             )
 
 

@@ -481,8 +481,9 @@ class Resume:
         typed = f"cd {shlex.quote(folder)} && {command_line}"
         if self.overrides or self.processes or self.max_restarts or self.until:
             raise click.UsageError(f"a program of yours trains '{directory.root}': give it the options, in {typed}")
-        if not is_code_trusted() or environment.get("launched_by") == "slurm":
-            way = "" if environment.get("launched_by") == "slurm" else ", or add --trust-code to run that here"
+        starts_one_rank = environment.get("launched_by") in ("mpirun", "slurm")
+        if not is_code_trusted() or starts_one_rank:
+            way = "" if starts_one_rank else ", or add --trust-code to run that here"
             raise click.UsageError(f"a program of yours trains '{directory.root}': run it again, as in {typed}{way}.")
         codes = (0, StoppedError.exit_code)
         with received_signals(STOP_SIGNALS) as signals, ProcessGroup(success_codes=codes, signals=signals) as group:

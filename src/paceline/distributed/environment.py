@@ -1,9 +1,10 @@
-"""Read this process's rank and world from the environment: of torchrun, Slurm, Paceline's launcher, or none."""
+"""Read this process's rank and world from the environment: of torchrun, mpirun, Slurm, Paceline's launcher."""
 
 from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,7 +24,7 @@ class LaunchEnvironment:
     Attributes:
         world: This process's rank and the world size.
         rendezvous: URL for torch.distributed's ``init_method``.
-        source: Who started the processes: ``alone``, ``torchrun``, ``slurm`` or ``paceline``.
+        source: Who started the processes: ``alone``, ``torchrun``, ``mpirun``, ``slurm`` or ``paceline``.
         store: HOST:PORT of the store that torchrun's agent keeps for its workers, if any. It outlives them.
         restarts: How often the processes were restarted so far.
         restart_setting: The torchrun setting, as written, that allows it to restart the processes; None without one.
@@ -65,6 +66,8 @@ def read_launch(environ: Mapping[str, str]) -> LaunchEnvironment:
             f"environment variable {present} is {environ[present]} but {missing} is not set; start the processes with "
             f"torchrun or --processes, or unset {present}."
         )
+    if _number(environ, "OMPI_COMM_WORLD_SIZE", 1) > 1:  # first, since mpirun may run within a job of Slurm
+        return LaunchEnvironment(_mpi_world(environ), _mpi_rendezvous(environ), "mpirun")
     if _number(environ, "SLURM_NTASKS", 1) > 1 and "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
         port = _number(environ, "MASTER_PORT", 20_000 + _number(environ, "SLURM_JOB_ID", 0) % 20_000)
         return LaunchEnvironment(_slurm_world(environ), f"tcp://{_slurm_host(environ)}:{port}", "slurm")
@@ -109,6 +112,24 @@ def _option(command_line: Path, name: str) -> str | None:
         if option == name:
             return value if sign else following
     return None
+
+
+def _mpi_world(environ: Mapping[str, str]) -> World:
+    names = ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
+    return _world(*(_number(environ, f"OMPI_COMM_WORLD_{name}") for name in names))
+
+
+def _mpi_rendezvous(environ: Mapping[str, str]) -> str:
+    is_local = environ["OMPI_COMM_WORLD_LOCAL_SIZE"] == environ["OMPI_COMM_WORLD_SIZE"]
+    if "MASTER_ADDR" not in environ and not is_local:
+        raise LaunchError(
+            "mpirun has started processes on several machines and MASTER_ADDR is not set; give it the first machine's "
+            "name: mpirun -x MASTER_ADDR=HOST."
+        )
+    # A number that the processes of one mpirun share, and those of another do not.
+    job = zlib.crc32(environ.get("PMIX_NAMESPACE", "").encode())
+    port = _number(environ, "MASTER_PORT", 20_000 + job % 12_000)
+    return f"tcp://{environ.get('MASTER_ADDR', '127.0.0.1')}:{port}"
 
 
 def _slurm_world(environ: Mapping[str, str]) -> World:

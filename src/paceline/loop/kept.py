@@ -13,7 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.checkpoint.state import Component, OptimizerComponent, State, bare_module, has_state
+from paceline.checkpoint.state import (
+    Component,
+    OptimizerComponent,
+    State,
+    bare_module,
+    check_inventory,
+    has_state,
+)
 from paceline.checkpoint.weights import weights_sha256
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.data_parallel import BUFFER_SYNC, has_training_buffers
@@ -25,6 +32,7 @@ _RESERVED = ("progress", "window", "clock")
 # Kinds of objects whose change is seen although they were not given.
 _WATCHED = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _Marks = tuple[Any, ...]
+ADVICE = "Prepare and keep the same objects as when it was saved, or let their load_state_dict take it."
 _USED = "paceline_used"  # the version of a gradient that its optimizer has used, an attribute of the tensor
 _SPARSE = "sparse"
 
@@ -32,15 +40,25 @@ _SPARSE = "sparse"
 class _Object:
     """An object of the program with a state that may be of another shape each time."""
 
-    def __init__(self, target: Component) -> None:
-        self.state_dict, self.load_state_dict = target.state_dict, target.load_state_dict
+    def __init__(self, target: Component, name: str) -> None:
+        self._target, self._name, self.state_dict = target, name, target.state_dict
 
     def check_state_dict(self, state: State, /) -> None:
         """Accept any state: the object checks what it loads."""
 
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Load it; a module must have taken all of it, as it was saved."""
+        try:
+            self._target.load_state_dict(state)
+        finally:
+            if isinstance(self._target, nn.Module):
+                check_inventory(self.state_dict(), state, f"component {self._name!r}", ADVICE)
+
 
 class _Optimizer(OptimizerComponent):
     """An optimizer with the gradients that its next step may use."""
+
+    advice = "Give it the parameter groups that it had when it was saved, before the loop; add none in the body."
 
     def __init__(self, optimizer: Optimizer, kept: Kept) -> None:
         super().__init__(optimizer)
@@ -90,6 +108,9 @@ class Kept:
             raise LoopError(f"prepare takes modules, found {shown(module)}; {fix}.", key="prepare")
         bare = bare_module(module)
         self._refuse_again(bare, "prepare")
+        if any(map(nn.parameter.is_lazy, (*bare.parameters(), *bare.buffers()))):
+            message = f"prepare takes modules with known shapes, found {shown(module)} without; call it once before."
+            raise LoopError(message, key="prepare")
         self._prepared.append(bare)
         bare.to(device)
         collectives.broadcast_tensors([*(each.data for each in bare.parameters()), *bare.buffers()])
@@ -146,17 +167,17 @@ class Kept:
 
     def components(self) -> dict[str, Component]:
         """Return all that is kept as components of a checkpoint."""
-        return {name: self._component(each) for name, each in self.named().items()}
-
-    def _component(self, target: Any) -> Component:
-        if isinstance(target, Optimizer):
-            return _Optimizer(target, self)
-        return target if isinstance(target, nn.Module) else _Object(target)
+        return {
+            name: _Optimizer(each, self) if isinstance(each, Optimizer) else _Object(each, name)
+            for name, each in self.named().items()
+        }
 
     def sha256(self) -> str:
         """Return the digest of the weights of all kept modules, in the order of their names."""
-        modules = self.modules()
-        return weights_sha256(*(modules[name].state_dict() for name in sorted(modules)))
+        states = [module.state_dict().items() for _, module in sorted(self.modules().items())]
+        return weights_sha256(
+            *({key: each for key, each in state if isinstance(each, torch.Tensor)} for state in states)
+        )
 
     def begin_turn(self) -> None:
         """Note that a turn of the body begins."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -22,8 +24,8 @@ _LOGGED = ("loss", "grad_norm")
 class Loop:
     """Your own training loop, which can be killed at any step and resumes with the same samples and bits.
 
-    Also in several processes: started by torchrun, Slurm or Accelerate's launcher, it joins the others. The directory
-    is a run's like any other, for `paceline watch`, `report`, `audit` and `resume`::
+    Also in several processes: started by torchrun, Slurm, mpirun or Accelerate's launcher, it joins the others. The
+    directory is a run's like any other, for `paceline watch`, `report`, `audit` and `resume`::
 
         loop = paceline.Loop("runs/mine", dataset, batch_size=64, epochs=10, seed=1)
         model = loop.prepare(Net())
@@ -78,7 +80,6 @@ class Loop:
 
         with loading():
             from paceline.data.objects.keyed import seed_generators
-            from paceline.data.objects.samples import take_apart
             from paceline.loop.kept import Kept
             from paceline.loop.opening import Given, LoopSubject
             from paceline.loop.turns import Turns
@@ -97,10 +98,9 @@ class Loop:
             overrides={} if overrides is None else overrides,
         )
         self._subject = LoopSubject(given)
-        self._kept, self._take_apart = Kept(), take_apart
+        self._kept = Kept()
         self._turns = Turns(self._subject, self._kept)
         self._has_begun = False
-        self._held_out: dict[int, Any] = {}
         seed_generators(given.seed, domain="training")  # for the weights that the program makes now
 
     @property
@@ -126,7 +126,7 @@ class Loop:
     @property
     def _position(self) -> int:
         """The current step, from 1; the last one after the loop."""
-        return min(self._turns.run.progress.position + 1, self.total_steps) if self._has_begun else 1
+        return min(self._turns.run.progress.position + 1, self.total_steps) if hasattr(self._turns, "run") else 1
 
     @overload
     def prepare(self, module: T, /) -> T: ...
@@ -173,8 +173,12 @@ class Loop:
         """
         if self._has_begun:
             raise LoopError("a loop runs once, over all its epochs; leave out the loop around it, or make another.")
+        from paceline.loop.turns import close_at_exit
+
         self._has_begun = True
-        return self._turns.take()
+        steps = self._turns.take()
+        close_at_exit(steps)
+        return steps
 
     def log(self, **values: Any) -> None:
         """Record numbers of this step, such as ``loss=loss``; does not wait for the device.
@@ -197,7 +201,7 @@ class Loop:
         self._turns.log(values)
 
     def due(self, every: str) -> bool:
-        """Whether something is due in this step: at an interval of epochs, steps or samples, and in the last step.
+        """Whether something is due in this step: it completes a multiple of a period, or is the last step.
 
         Args:
             every: ``"1 epoch"``, ``"500 steps"``, ``"10000 samples"`` or ``"10%"`` of the run.
@@ -208,12 +212,24 @@ class Loop:
         self._refuse_outside("due")
         plan = self._subject.plan
         try:
-            steps = plan.epochs.steps_in(Duration.parse(every), plan.total_steps)
+            period = Duration.parse(every)
         except ValueError as error:
             raise LoopError(f"due: {error}.", key="due", value=every) from None
-        if steps < 1:
+        if plan.epochs.steps_in(period, plan.total_steps) < 1:
             raise LoopError(f"due('{every}') is less than one step; give at least '1 step'.", key="due", value=every)
-        return self._position == plan.total_steps or self._position % steps == 0
+        before, now = self._times(period, self._position - 1), self._times(period, self._position)
+        return self._position == plan.total_steps or now > before
+
+    def _times(self, period: Duration, position: int) -> int:
+        """How often the first steps contain a period; exact, since a sum of rounded periods would drift."""
+        plan = self._subject.plan
+        done: dict[str, int | Fraction] = {
+            "steps": position,
+            "samples": plan.epochs.samples_before(position),
+            "epochs": Fraction(position, plan.epochs.phases[0].steps_per_epoch),
+            "percent": Fraction(100 * position, plan.total_steps),
+        }
+        return int(done[period.unit] // Fraction(str(period.value)))
 
     def evaluation(
         self, held_out: Any, *, name: str = "validation", highest: str | None = None, lowest: str | None = None
@@ -246,14 +262,8 @@ class Loop:
             raise LoopError(f"evaluation has name={name!r}; give text.", key="name", value=name)
         if highest is not None and lowest is not None:
             raise LoopError(f"evaluation has highest={highest} and lowest={lowest}; leave one out.", key="highest")
-        if id(held_out) not in self._held_out:
-            from torch.utils.data import DataLoader
-
-            collate = None if isinstance(held_out, DataLoader) else self._subject.given.collate
-            samples = self._take_apart(held_out, "held_out", collate)
-            # The object is held, so that no other one gets its id.
-            self._held_out[id(held_out)] = held_out, self._subject.open_source(samples, training=False)
-        return self._turns.evaluate(self._held_out[id(held_out)][1], name, highest=highest, lowest=lowest)
+        source = self._subject.open_held_out(held_out, name)
+        return self._turns.evaluate(source, name, highest=highest, lowest=lowest)
 
     def load_best(self) -> int:
         """After the loop, load the weights of the best evaluation into all kept modules; every rank must call this.
@@ -276,3 +286,6 @@ class Loop:
     def _refuse_outside(self, method: str) -> None:
         if self._turns.phase not in ("body", "evaluation"):
             raise LoopError(f"{method} belongs in the body of the loop; move it there.", key=method)
+        if self._turns.thread != threading.get_ident():
+            message = f"{method} was called in another thread than the loop's; call it in the body itself."
+            raise LoopError(message, key=method)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 import torch
+from torch.utils.data import DataLoader
 
 from paceline.data.batch import Nested
 from paceline.data.loaders.pytorch import LoaderBackend
@@ -186,16 +187,32 @@ class LoopSubject(Subject):
             global_batch_size=given.batch_size,
             logical_ranks=self.world.world_size,
         )
+        self._held_out: dict[str, tuple[Any, SampleStream]] = {}
         self.source = self.open_source(samples, training=True)
+        self.callback(self._close_sources)
         with _recorded_command(launch):
             self._join(launch)
 
     def open_source(self, samples: Samples, *, training: bool) -> SampleStream:
-        """Start reading samples; the loader processes end with the run."""
+        """Start reading samples."""
         seed, workers = self.recipe.seed, self.workers
-        source = SampleStream(samples, seed=seed, training=training, workers=workers, device=self.device)
-        self.callback(source.backend.close)
-        return source
+        return SampleStream(samples, seed=seed, training=training, workers=workers, device=self.device)
+
+    def open_held_out(self, held_out: Any, name: str) -> SampleStream:
+        """Return the samples of an evaluation; closes those that it had before, if no other evaluation has them."""
+        known = next((each for each in self._held_out.values() if each[0] is held_out), None)
+        if known is None:
+            collate = None if isinstance(held_out, DataLoader) else self.given.collate
+            samples = take_apart(held_out, "held_out", collate)
+            known = held_out, self.open_source(samples, training=False)
+        before, self._held_out[name] = self._held_out.get(name), known
+        if before is not None and all(each is not before for each in self._held_out.values()):
+            before[1].backend.close()
+        return known[1]
+
+    def _close_sources(self) -> None:
+        for source in (self.source, *(each for _, each in self._held_out.values())):
+            source.backend.close()
 
     def _check_sizes(self, samples: Samples) -> None:
         size, count, ranks = self.given.batch_size, len(samples), self.world.world_size

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import gc
 import math
+import os
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -28,7 +32,7 @@ from paceline.data.random_draws import derive_seed
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.strategy import ControlFlags, Heartbeat
 from paceline.errors import CheckpointError, LoopError, RunDirectoryError, StoppedError, TrainingError
-from paceline.loop.kept import Kept
+from paceline.loop.kept import ADVICE, Kept
 from paceline.loop.opening import LoopSubject, SampleStream
 from paceline.loop.scores import Scores, modes_restored
 from paceline.metrics.accumulator import Metric
@@ -111,9 +115,11 @@ class Turns:
     Attributes:
         run: What is saved and recorded; exists once the loop has begun.
         phase: ``before``, ``body``, ``evaluation`` or ``over``: where the program is.
+        thread: The thread that the body runs in; likewise.
     """
 
     run: LoopRun
+    thread: int
 
     def __init__(self, subject: LoopSubject, kept: Kept) -> None:
         self.subject, self.kept, self.phase = subject, kept, "before"
@@ -124,8 +130,9 @@ class Turns:
         self._not_finite: set[str] = set()
         self._wanted, self._waited = ControlFlags(), 0
 
-    def take(self) -> Iterator[tuple[int, Any]]:
+    def take(self) -> Generator[tuple[int, Any], None, None]:
         """Yield the number of each step and its batch, and end the step when the body is through."""
+        self.thread = threading.get_ident()
         run = self.run = self._build()
         if self.subject.decision.completed:
             self._load_completed()
@@ -143,7 +150,7 @@ class Turns:
                     ending = self._end_turn(self._agreed())
                 self._finish(ending)
             except GeneratorExit:
-                self._leave(sys._getframe(1))  # noqa: SLF001  # the program's frame, which the loop was in
+                self._leave(sys._getframe().f_back)  # noqa: SLF001  # the program's frame, which the loop was in
                 return
             except BaseException as error:
                 self._fail(error)
@@ -177,7 +184,7 @@ class Turns:
             recorder=build_recorder(subject, ledger, progress),
             display=subject.display,
             stop=StopRequest(),
-            components=Registry(),
+            components=Registry(ADVICE),
             writer=BackgroundWriter(),
             publisher=build_publisher(subject, {}, {}),
             mirroring=subject.mirroring,
@@ -393,6 +400,8 @@ class Turns:
         chosen_by = None if best is None else Metric(name=best, higher_is_better=highest is not None)
         run, samples, started = self.run, len(source.samples), time.perf_counter()
         modules, position = self.kept.modules(), run.progress.position + 1
+        if self.phase != "body":
+            raise LoopError("an evaluation begins in the body of the loop; enter it with `with` where you make it.")
         self.phase = "evaluation"
         try:
             with run.clock.paused(), restore_random_states(run.device.type):
@@ -432,8 +441,9 @@ class Turns:
         if best is None:
             raise LoopError("load_best: no evaluation is the best; give evaluation(…) highest= or lowest=.")
         states = read_components(store.directory / checkpoint_name(best.step), list(modules))
-        for name, module in modules.items():
-            module.load_state_dict(states[name])
+        components = self.kept.components()
+        for name in modules:
+            components[name].load_state_dict(dict(states[name]))
         return best.step
 
     # Ending
@@ -496,7 +506,35 @@ class Turns:
         return {"model": self.kept.sha256()}
 
 
+def close_at_exit(steps: Generator[tuple[int, Any], None, None]) -> None:
+    """Have the loop end with the program, if that has left the loop's body but still holds its iterator."""
+    held, process = weakref.ref(steps), os.getpid()
+
+    def close() -> None:
+        steps, error = held(), getattr(sys, "last_value", None)
+        if steps is None or os.getpid() != process:  # a forked one has not left the body
+            return
+        if error is None:
+            steps.close()
+        else:  # which has ended the program, and was shown
+            with contextlib.suppress(type(error)):
+                steps.throw(error)
+
+    # Not `atexit`: no thread can be started there, and a save needs one.
+    threading._register_atexit(close)  # type: ignore[attr-defined]  # noqa: SLF001
+
+
 def _left_on_purpose(frame: FrameType | None) -> bool:
-    """Whether a frame is at a ``break`` or ``return``, which drops the loop's iterator; not at a call that failed."""
-    name = "" if frame is None or frame.f_lasti < 0 else dis.opname[frame.f_code.co_code[frame.f_lasti]]
-    return name in ("POP_TOP", "POP_ITER")
+    """Whether the body left the loop without an exception, also through a generator around the loop such as tqdm's."""
+    while frame is not None:
+        raised = {each.tb_lasti for each in gc.get_referrers(frame) if isinstance(each, TracebackType)}
+        if frame.f_lasti not in raised and _operation(frame, frame.f_lasti) not in ("RERAISE", "RAISE_VARARGS"):
+            return True
+        if not {_operation(frame, each) for each in raised} & {"YIELD_VALUE", "RESUME"}:
+            return False
+        frame = frame.f_back  # this one is a generator that is being closed
+    return True
+
+
+def _operation(frame: FrameType, at: int) -> str:
+    return dis.opname[frame.f_code.co_code[at]] if at >= 0 else ""

@@ -1,8 +1,9 @@
-"""Which world a process finds, by the variables that torchrun, Slurm and the own launcher set."""
+"""Which world a process finds, by the variables that torchrun, mpirun, Slurm and the own launcher set."""
 
 from __future__ import annotations
 
 import pytest
+from golden_sentences import raises
 
 from paceline.distributed.environment import RENDEZVOUS_VARIABLE, read_launch
 from paceline.errors import LaunchError
@@ -88,6 +89,27 @@ def test_slurm_without_nodes() -> None:
     environ = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_NODELIST"}
     with pytest.raises(LaunchError, match="set MASTER_ADDR"):
         read_launch(environ)
+
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+def test_mpirun() -> None:
+    """Also within a job of Slurm, whose variables are those of mpirun's own daemons."""
+    launch = read_launch({**SLURM, **OPEN_MPI, "MASTER_ADDR": "first", "MASTER_PORT": "4000"})
+    assert launch.world == World(rank=3, local_rank=1, world_size=4, local_world_size=2)
+    assert (launch.rendezvous, launch.source) == ("tcp://first:4000", "mpirun")
+    one_machine = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    meetings = [read_launch({**one_machine, "PMIX_NAMESPACE": job}).rendezvous for job in ("1", "2", "1")]
+    assert meetings[0] == meetings[2] != meetings[1]
+    assert all(each.startswith("tcp://127.0.0.1:") for each in meetings)
+    with raises(LaunchError):
+        read_launch(OPEN_MPI)
 
 
 @pytest.mark.parametrize(
