@@ -108,8 +108,7 @@ class Fit(Task):
         workers, reason = self._choose_workers(world)
         shared = next((each.shared for each in self._readings.values() if each.shared), "")
         if shared and workers:
-            sentence = f"{shared}: open it in [i], once for each process, or give workers=0; {_CONSEQUENCE}"
-            _LOG.warning("paceline: warning: %s", one_line(sentence))
+            _LOG.warning("paceline: warning: %s", one_line(f"{shared}; {_CONSEQUENCE}"))
         digests = [each.digest for each in self._readings.values()]
         counts = [len(each) for each in self._splits.values()]
         description: dict[str, Any] = {"workers": workers, "samples": counts, "objects": self._fingerprints()}

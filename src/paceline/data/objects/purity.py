@@ -49,12 +49,13 @@ _MOST_BYTES = 2**28
 _BUDGET_SECONDS = 4.0
 _AFTER_OTHERS = " depends on the samples that were read before it"
 _KEPT = " keeps what was drawn at random when it was first read: keep it as it is before its random transforms"
+_SHARED = ", whose position loader processes share: open it in [i], once for each process, or give workers=0"
 _OTHERWISE = ", which differs from process to process"
 Change = Callable[[Any], None]
 _CHANGES: dict[str, Change] = {
     " depends on the process that reads it (its number or id)": as_other_worker,
     f" depends on hash(){_OTHERWISE}: use zlib.crc32 or hashlib": with_other_hashes,
-    f" depends on id(), an address{_OTHERWISE}: use its number": with_other_addresses,
+    f" depends on id(), an address{_OTHERWISE}: use the sample's number": with_other_addresses,
     f" depends on the order of a set{_OTHERWISE}: sort it": with_sets_in_other_order,
     " depends on the clock, which a resumed run reads later: leave the time out of it": with_later_clock,
 }
@@ -97,8 +98,8 @@ def read_again(reader: KeyedReader) -> Reading:
     if found is None:
         return Reading()
     later, moved = found.pop("later", {}), found.pop("moved")
-    first = f"{_name(reader, 0)} is read from the open file '{moved}', whose position loader processes share"
-    reading = Reading(**found, shared=first if moved else "")
+    shared = f"{_name(reader, 0)} is read from the open file '{moved}'{_SHARED}" if moved else ""
+    reading = Reading(**found, shared=shared)
     if reading.difference or not reading.digest:
         return reading
     difference = _difference_elsewhere(reader, reading.contents, later)
@@ -163,8 +164,8 @@ def _serve(read: Callable[[KeyedReader], dict[str, Any]], reader: KeyedReader, s
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
-    number, positions = os.getppid(), _positions()
-    patch("os.getpid", lambda: number).start()  # the same in all of them
+    number, positions = os.getppid() + 1, _positions()
+    patch("os.getpid", lambda: number).start()  # the same in all of them, and not the parent's
     try:
         found = read(reader)
     except Exception:  # noqa: BLE001  # reported when the run reads the sample
