@@ -76,7 +76,8 @@ def _is_salted(value: Any) -> bool:
     """Whether a hash differs from process to process: of text, or an address."""
     if isinstance(value, tuple | frozenset):
         return any(map(_is_salted, value))
-    return isinstance(value, str | bytes | Enum | date | PurePath) or type(value).__hash__ is object.__hash__
+    hashed: Any = type(value).__hash__
+    return isinstance(value, str | bytes | Enum | date | PurePath) or hashed is object.__hash__
 
 
 class _OtherOrder(set[Any], metaclass=_StandIn):
