@@ -29,7 +29,7 @@ QUICK = {"parallel.device": "cpu", "parallel.threads": 1, "telemetry.report": Fa
 
 def task(*, workers: int | str = "auto", **given: Any) -> Fit:
     arguments: dict[str, Any] = {"model": Linear(), "train_set": TRAIN, "held_out": HELD_OUT, "loss": F.mse_loss}
-    overrides = {"task": "fit", "data.workers": workers, "batch.global_size": 20, "objects": {}}
+    overrides: dict[str, Any] = {"task": "fit", "data.workers": workers, "batch.global_size": 20, "objects": {}}
     return Fit(load_recipe(None, overrides).recipe, gather(**(arguments | given)))
 
 
@@ -43,13 +43,16 @@ class Linear(nn.Module):
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.norm(self.layer(self.changed(x)))).squeeze(1)
+        answer: Tensor = self.drop(self.norm(self.layer(self.changed(x))))
+        return answer.squeeze(1)
 
     def changed(self, x: Tensor) -> Tensor:
         return x
 
 
 class Buffer(Linear):
+    mean: Tensor
+
     def __init__(self, *, persistent: bool = False) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(5), persistent=persistent)
@@ -67,10 +70,16 @@ class Step(Linear):
         return x if self.step > 1000 else 2 * x
 
 
+class WithMean(nn.Linear):
+    mean = torch.zeros(5)
+
+
 class Plain(Linear):
+    layer: WithMean
+
     def __init__(self) -> None:
         super().__init__()
-        self.layer.mean = torch.zeros(5)
+        self.layer = WithMean(5, 1)
 
     def changed(self, x: Tensor) -> Tensor:
         self.layer.mean = 0.9 * self.layer.mean + 0.1 * x.mean(dim=0)
@@ -137,6 +146,8 @@ class Scaled:
 
 
 class ScaledModule(nn.Module):
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.ones(()))
@@ -342,7 +353,14 @@ def test_a_completed_run_is_not_given_for_another(
 ) -> None:
     def run(**given: Any) -> Any:
         loss = lambda outputs, targets: W * F.mse_loss(outputs, targets, reduction="none")  # noqa: E731  # as people do
-        arguments = {"model": Linear, "train_set": TRAIN, "loss": loss, "epochs": 1, "quiet": True, "batch_size": 20}
+        arguments: Any = {
+            "model": Linear,
+            "train_set": TRAIN,
+            "loss": loss,
+            "epochs": 1,
+            "quiet": True,
+            "batch_size": 20,
+        }
         return paceline.fit(**(arguments | given), run_dir=runs / "run", overrides=QUICK)
 
     result = run(**before)
