@@ -261,7 +261,7 @@ class LoopSubject(Subject):
     def _compared(self) -> Plan:
         """On the first rank: compare with the run in the directory; returns the plan with digests of some samples."""
         reading = read_again(self.source.reader)
-        self.impurity = reading.difference
+        self.impurity = reading.difference or (reading.shared if self.workers else "")
         contents = dict(reading.contents) or ({"all": reading.digest} if reading.digest else {})
         if has_trained(self.directory):
             self._check_same_call(contents)

@@ -243,7 +243,10 @@ def changed_objects(run: RunDirectory, data: Mapping[str, Any], names: Mapping[s
             return {}
     was, now = (each.get("objects", {}) for each in (read_plan_to_resume(run)["data"], data))
     old, changed = read_recipe(run).get("objects") or {}, {}
-    for name in (each for each in was if was[each] != now.get(each)):
+    for name, digest in was.items():
+        full = str(now.get(name))
+        if digest in (full, full.partition("-")[0]):  # earlier versions had only the first part
+            continue
         changed[name] = f"{name} has changed since the run started"
         if old.get(name) != names.get(name):
             changed[name] = f"{name} was {old.get(name)} and is now {names.get(name)}"

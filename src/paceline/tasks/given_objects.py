@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from paceline.data.objects.parts import is_of_library, names_in_module
 from paceline.data.objects.purity import bytes_of
 from paceline.data.objects.samples import Samples, take_apart
 from paceline.data.slices import SampleWeights
@@ -28,6 +29,8 @@ from paceline.recipe.schema import Recipe
 
 _SETTINGS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 _COLUMNS = (list, torch.Tensor, np.ndarray)
+VALUES = (*_SETTINGS, tuple, torch.Tensor, np.ndarray)
+"""What has no parts that may change without it."""
 _MODEL_NAMES = {"model", "net", "network", "module"}
 
 
@@ -291,9 +294,31 @@ def fingerprint(value: Any) -> str:
     """Return a digest of what code does, as far as can be seen.
 
     That is a function's code and the values it is bound to; and a module's layers and settings, without its weights.
+    After a dash follows a digest of what its functions use of their module; earlier versions had none.
     """
-    text = re.sub(r" at 0x[0-9a-f]+", "", _text(value, {}))  # differs from process to process
+    seen: dict[int, Any] = {}
+    digests = [_digest(_text(value, seen))]
+    if read := _read_by([each for each in seen.values() if isinstance(each, FunctionType)]):
+        digests.append(_digest(str(read)))
+    return "-".join(digests)
+
+
+def _digest(text: str) -> str:
+    text = re.sub(r" at 0x[0-9a-f]+", "", text)  # differs from process to process
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _read_by(functions: list[FunctionType]) -> list[tuple[str, str]]:
+    """Return the values and functions of their module that functions of yours use by name."""
+    found, known = [], [*functions]
+    for function in known:
+        for name, each in () if is_of_library(function.__code__) else names_in_module(function):
+            is_theirs = isinstance(each, FunctionType) and each.__module__ == function.__module__
+            if is_theirs and each not in known:
+                known.append(each)
+            if is_theirs or isinstance(each, VALUES):
+                found.append((name, _text(each, {})))
+    return found
 
 
 def _text(value: Any, seen: dict[int, Any]) -> str:

@@ -8,6 +8,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ from paceline.tasks.given_objects import Objects, fingerprint, named_objects, ne
 from paceline.tasks.object_checks import contents_of, has_class_weights, is_mean, wrong_class
 from paceline.tasks.own_code import RefusedBroadcast
 from paceline.tasks.task import Model, Task
+from paceline.tasks.unsaved_state import copied, unsaved
 
 if TYPE_CHECKING:
     from paceline.prediction.predictor import Predictor
@@ -107,6 +109,9 @@ class Fit(Task):
         """Read a few samples, and return how many there are."""
         self._world = world
         workers, reason = self._choose_workers(world)
+        shared = next((each.shared for each in self._readings.values() if each.shared), "")
+        if shared and workers:
+            _LOG.warning("paceline: warning: %s", one_line(f"{shared}; {_CONSEQUENCE}"))
         digests = [each.digest for each in self._readings.values()]
         counts = [len(each) for each in self._splits.values()]
         description: dict[str, Any] = {"workers": workers, "samples": counts, "objects": self._fingerprints()}
@@ -137,6 +142,7 @@ class Fit(Task):
     def _fingerprints(self) -> dict[str, str]:
         """Return digests of what no recipe tells, so that a resume can say what has changed."""
         given = {name: getattr(self.objects, name) for name in ("model", "loss", "metrics", "optimizer", "schedule")}
+        given |= {"weights": self.objects.weights, "collate": [each.collate for each in self._splits.values()]}
         return {name: fingerprint(each) for name, each in given.items()}
 
     def _choose_workers(self, world: World) -> tuple[int, str]:
@@ -148,6 +154,8 @@ class Fit(Task):
             return 0, "tensors in memory need no loader processes"
         if train.workers is not None:
             return train.workers, "as the DataLoader says"
+        if any(each.shared for each in self._readings.values()):
+            return 0, "samples are read from an open file, whose position loader processes would share"
         seconds = self._readings[True].seconds
         batch = seconds and seconds * self.recipe.batch.global_size
         # With several processes, each measures another time, but all must choose the same number of workers.
@@ -199,7 +207,8 @@ class Fit(Task):
             raise ModelError("model has no parameter that can be trained (requires_grad).", key="model")
         if any(each.is_meta for each in network.parameters()):
             return
-        trial, compared = copy.deepcopy(network), self._tried(_COMPARED, training=True)
+        trial, compared = copy.deepcopy(network).train(), self._tried(_COMPARED, training=True)
+        tried = self._with_loss(copied(self.objects.loss))
         if self.objects.optimizer is not None or self.objects.schedule is not None:
             optimizer = self.build_optimizer(trial, self.recipe.optimizer, torch.device("cpu"))
             if self.objects.schedule is not None:
@@ -207,10 +216,21 @@ class Fit(Task):
         for training in self._splits:
             batch = self._tried(_TRIED, training=training)
             trial.train(training)
-            tried, method = (self.loss, "loss") if training else (self.score, "score")
-            with torch.no_grad(), RefusedBroadcast(self, method, batch.targets):
-                tried(trial, batch)
-        self._check_mean(trial, compared)
+            score, method = (tried.loss, "loss") if training else (tried.score, "score")
+            with torch.no_grad(), RefusedBroadcast(tried, method, batch.targets):
+                score(trial, batch)
+        batches = self._tried(_TRIED, training=True), compared
+        for each in unsaved(network, self.objects.loss, self._loss_with, batches):
+            _LOG.warning("paceline: warning: %s", one_line(f"{each}; {_CONSEQUENCE}"))
+        tried._check_mean(trial, compared)  # noqa: SLF001  # of this class
+
+    def _loss_with(self, network: nn.Module, loss: Callable[..., Any], batch: Batch) -> Tensor:
+        return self._with_loss(loss).loss(network, batch)
+
+    def _with_loss(self, loss: Callable[..., Any]) -> Fit:
+        other = copy.copy(self)
+        other.objects = replace(self.objects, loss=loss)
+        return other
 
     def _tried(self, count: int, *, training: bool) -> Batch:
         """Read a few samples: the last one tells whether `len()` is right, the extreme targets whether all fit."""

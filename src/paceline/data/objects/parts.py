@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+import sysconfig
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +18,7 @@ _MOST_OBJECTS = 4_000
 _MOST_ITEMS = 64
 _DEEPEST = 8
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, np.ndarray, types.ModuleType)
+_INSTALLED = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<frozen")
 _LIBRARIES = ("torch", "numpy", "builtins", "collections", "typing", "abc", "functools", "pathlib")
 
 
@@ -54,15 +57,37 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
     """Yield what a function's code refers to: names of its module, and variables around it."""
     if function.__module__.partition(".")[0] in _LIBRARIES:
         return
-    names = set(function.__code__.co_names)
-    for constant in function.__code__.co_consts:
-        names |= set(constant.co_names) if isinstance(constant, types.CodeType) else set()
-    yield from (function.__globals__[name] for name in sorted(names) if name in function.__globals__)
+    yield from (value for _, value in names_in_module(function))
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
         except ValueError:  # not assigned yet
             continue
+
+
+def names_in_module(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """Return what a function's code refers to in its module, by name."""
+    names = {name for code in code_in(function.__code__) for name in code.co_names}
+    return [(name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__]
+
+
+def is_of_library(code: types.CodeType) -> bool:
+    """Whether code is of an installed library."""
+    return code.co_filename.startswith(_INSTALLED)
+
+
+def in_libraries(kind: type) -> bool:
+    """Whether a class is of an installed library, or of Python itself."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file.startswith(_INSTALLED) if file else kind.__module__ != "__main__"
+
+
+def code_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a function's code and that of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from code_in(constant)
 
 
 def _code_of(kind: type) -> Iterator[types.FunctionType]:

@@ -1,36 +1,46 @@
 """Find out, before a run, whether reading a sample again gives the same: what a resume relies on.
 
-A few samples are read in a forked process, so that what reading changes in the data set is not changed here: twice,
-after other samples, as another loader process, and where strings hash differently. The generators of Python, NumPy,
-torch and albumentations are seeded for each sample, so what they draw is no difference.
+A few samples are read in forked processes, so that what reading changes in the data set is not changed here: twice,
+and in a process that has read nothing before, in another order, as another loader process, at another time and with
+other hashes. The generators of Python, NumPy, torch and albumentations are seeded for each sample, so what they draw is
+no difference.
 """
 
 from __future__ import annotations
 
-import builtins
+import contextlib
+import fcntl
 import hashlib
 import io
 import json
 import multiprocessing
 import os
 import random
+import stat
 import sys
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch.utils.data._utils import worker as torch_worker
 
 from paceline.data.batch import tensors_in
+from paceline.data.objects.elsewhere import (
+    as_other_worker,
+    with_later_clock,
+    with_other_addresses,
+    with_other_hashes,
+    with_sets_in_other_order,
+)
 from paceline.data.objects.keyed import KeyedReader
-from paceline.data.objects.parts import parts_of
+from paceline.data.objects.parts import code_in, parts_of
 
 _WAIT_SECONDS = 60.0
 # Larger columns are compared by 64 of their samples.
@@ -38,7 +48,17 @@ _MOST_BYTES = 2**28
 # Reading again stops after this time; every sample is read once, so that the digest does not depend on the time.
 _BUDGET_SECONDS = 4.0
 _AFTER_OTHERS = " depends on the samples that were read before it"
-_SETS = (set, frozenset)
+_KEPT = " keeps what was drawn at random when it was first read: keep it as it is before its random transforms"
+_SHARED = ", whose position loader processes share: open it in [i], once for each process, or give workers=0"
+_OTHERWISE = ", which differs from process to process"
+Change = Callable[[Any], None]
+_CHANGES: dict[str, Change] = {
+    " depends on the process that reads it (its number or id)": as_other_worker,
+    f" depends on hash(){_OTHERWISE}: use zlib.crc32 or hashlib": with_other_hashes,
+    f" depends on id(), an address{_OTHERWISE}: use the sample's number": with_other_addresses,
+    f" depends on the order of a set{_OTHERWISE}: sort it": with_sets_in_other_order,
+    " depends on the clock, which a resumed run reads later: leave the time out of it": with_later_clock,
+}
 _CLOCK = {"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "now", "utcnow", "today"}
 _FRESH = {"default_rng", "SystemRandom", "urandom", "uuid4", "token_bytes", "token_hex", "Random", "RandomState"}
 
@@ -52,16 +72,18 @@ class Reading:
         digest: SHA-256 of the samples' content; empty if they differ, or some content is of unknown type.
         seconds: Median time to read a sample; None if none was read.
         contents: Digest of each sample that was read, by its number.
+        shared: Which open file the samples are read from by its position, as a sentence; empty if there is none.
     """
 
     difference: str = ""
     digest: str = ""
     seconds: float | None = None
     contents: Mapping[str, str] = field(default_factory=dict)
+    shared: str = ""
 
 
 def read_again(reader: KeyedReader) -> Reading:
-    """Read the first, middle and last samples several times, in another process, and compare.
+    """Read the first, middle and last samples several times, in other processes, and compare.
 
     Nothing is learned where processes cannot be forked, or if that process fails: the same error then appears where it
     can be explained.
@@ -72,15 +94,49 @@ def read_again(reader: KeyedReader) -> Reading:
         return Reading(digest=_digest([each[:: max(1, len(each) // 64) if is_large else 1] for each in columns]))
     if sys.platform != "linux":
         return Reading()
-    forward = _in_child(_read, reader)
-    if forward is None:
+    found = _in_child(_read, reader)
+    if found is None:
         return Reading()
-    reading = Reading(**forward)
-    backward = {} if reading.difference or not reading.digest else _in_child(_read_backward, reader)
-    for sample, digest in (backward or {}).items():
-        if digest != reading.contents.get(sample, digest):
-            return replace(reading, difference=_name(reader, int(sample)) + _AFTER_OTHERS + _where(reader), digest="")
-    return reading
+    later, moved = found.pop("later", {}), found.pop("moved")
+    shared = f"{_name(reader, 0)} is read from the open file '{moved}'{_SHARED}" if moved else ""
+    reading = Reading(**found, shared=shared)
+    if reading.difference or not reading.digest:
+        return reading
+    difference = _difference_elsewhere(reader, reading.contents, later)
+    return replace(reading, difference=difference, digest="") if difference else reading
+
+
+def _difference_elsewhere(reader: KeyedReader, contents: Mapping[str, str], later: Mapping[str, str]) -> str:
+    """Return what differs in a process that has read nothing yet, and in which everything else is another; a sentence.
+
+    Args:
+        reader: Reads the samples.
+        contents: Digests of the samples in epoch 0.
+        later: Digests of some of them in epoch 1, after epoch 0.
+    """
+
+    def unlike(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
+        wrong = next((sample for sample, digest in expected.items() if found.get(sample, digest) != digest), "")
+        return wrong and _name(reader, int(wrong))
+
+    def read(samples: list[int], changes: Iterable[Change] = (), epochs: tuple[int, ...] = (0,)) -> Any:
+        return _in_child(partial(_read_elsewhere, samples=samples, changes=changes, epochs=epochs), reader)
+
+    samples = [*map(int, later)]
+    found = read(samples, _CHANGES.values(), (1, 0))
+    expected = (later, contents)
+    if found is not None and not any(map(unlike, expected, found["read"])):
+        return ""
+    causes: dict[str, Iterable[Change]] = {_AFTER_OTHERS + _where(reader): ()}
+    causes |= {cause: (change,) for cause, change in _CHANGES.items()}
+    for cause, changes in causes.items():
+        alone = read(samples, changes)
+        if alone is not None and (name := unlike(contents, alone["read"][0])):
+            return name + cause
+    # Only now, since what draws its first samples for another epoch differs as if it depended on others.
+    fresh = read(samples, epochs=(1,))
+    name = "" if fresh is None else unlike(later, fresh["read"][0])
+    return name and name + _KEPT
 
 
 def _in_child(read: Callable[[KeyedReader], dict[str, Any]], reader: KeyedReader) -> dict[str, Any] | None:
@@ -108,55 +164,72 @@ def _serve(read: Callable[[KeyedReader], dict[str, Any]], reader: KeyedReader, s
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
+    number, positions = os.getppid() + 1, _positions()
+    patch("os.getpid", lambda: number).start()  # the same in all of them, and not the parent's
     try:
         found = read(reader)
     except Exception:  # noqa: BLE001  # reported when the run reads the sample
+        found = None
+    # The parent has the same positions: they are set back for it.
+    moved = [file for file, position in _positions().items() if positions.get(file, position) != position]
+    for file in moved:
+        os.lseek(file, positions[file], os.SEEK_SET)
+    if found is None:
         os._exit(1)
+    found["moved"] = os.readlink(f"/proc/self/fd/{moved[0]}") if moved else ""
     sender.send_bytes(json.dumps(found).encode())
     os._exit(0)
 
 
-def _chosen(reader: KeyedReader) -> list[int]:
-    count = len(reader.samples)
-    return sorted({0, count // 2, count - 1})
-
-
-def _read_backward(reader: KeyedReader) -> dict[str, Any]:
-    """Return the digests of the samples, read in the opposite order in a data set that has read none before."""
-    return {str(sample): _digest([reader.read(sample, 0)]) for sample in reversed(_chosen(reader))}
+def _positions() -> dict[int, int]:
+    """Return the positions in files that are open for reading."""
+    found = {}
+    for file in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # not a file with positions, or closed meanwhile
+            if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY and stat.S_ISREG(os.fstat(file).st_mode):
+                found[file] = os.lseek(file, 0, os.SEEK_CUR)
+    return found
 
 
 def _read(reader: KeyedReader) -> dict[str, Any]:
-    """Compare readings of a few samples, one change of circumstances at a time; the first difference is reported."""
-    chosen = _chosen(reader)
-    started, first, seconds = time.perf_counter(), dict[int, bytes](), list[float]()
+    """Read the samples, each twice, and some of them as in the next epoch."""
+    count, contents, seconds = len(reader.samples), dict[str, str](), list[float]()
+    chosen, whole = sorted({0, count // 2, count - 1}), list[bytes]()
+    started = time.perf_counter()
     for sample in chosen:
         begun = time.perf_counter()
         read = reader.read(sample, 0)
         seconds.append(time.perf_counter() - begun)
         if device := next((each.device for each in tensors_in(read) if each.device.type not in ("cpu", "meta")), None):
             return {"difference": f"{_name(reader, sample)} is on {device}, where loader processes cannot read it"}
-        first[sample] = bytes_of(read)
+        whole.append(bytes_of(read))
         is_early = time.perf_counter() - started < _BUDGET_SECONDS
-        if is_early and bytes_of(reader.read(sample, 0)) != first[sample]:
+        if is_early and bytes_of(reader.read(sample, 0)) != whole[-1]:
             return {"difference": _name(reader, sample) + _cause(reader), "seconds": min(seconds)}
-    middle = sorted(seconds)[len(seconds) // 2]
-    changes: list[tuple[str, Callable[[], Any]]] = [
-        (_AFTER_OTHERS + _where(reader), lambda: None),
-        (" depends on the process that reads it (its number or id)", lambda: _as_other_worker(reader.samples.data)),
-        (" depends on hash(), which differs from process to process", _with_other_hash),
-        (" depends on the order of a set, which differs from process to process", lambda: _reorder_sets(reader)),
-    ]
-    for difference, change in changes:
-        change()
-        for sample in reversed(chosen):
-            if bytes_of(reader.read(sample, 0)) != first[sample]:
-                return {"difference": _name(reader, sample) + difference, "seconds": middle}
-            if time.perf_counter() - started > 2 * _BUDGET_SECONDS:
-                break
-    whole = all(content for content in first.values())
-    contents = {str(sample): hashlib.sha256(content).hexdigest() for sample, content in first.items() if content}
-    return {"digest": _joined([*first.values()]) if whole else "", "seconds": middle, "contents": contents}
+        if whole[-1]:
+            contents[str(sample)] = _joined([whole[-1]])
+    again = chosen if time.perf_counter() - started < _BUDGET_SECONDS else chosen[:1]
+    return {
+        "digest": _joined(whole) if all(whole) else "",
+        "seconds": sorted(seconds)[len(seconds) // 2],
+        "contents": contents,
+        "later": _contents(reader, again, epoch=1),
+    }
+
+
+def _read_elsewhere(
+    reader: KeyedReader, *, samples: list[int], changes: Iterable[Change], epochs: tuple[int, ...]
+) -> dict[str, Any]:
+    """Read samples in the opposite order, as in some epochs, the last of them under changes."""
+    *before, last = epochs
+    read = [_contents(reader, samples[::-1], epoch) for epoch in before]
+    for change in changes:
+        change(reader.samples.data)
+    return {"read": [*read, _contents(reader, samples[::-1], last)]}
+
+
+def _contents(reader: KeyedReader, samples: list[int], epoch: int) -> dict[str, str]:
+    return {str(sample): _digest([reader.read(sample, epoch)]) for sample in samples}
 
 
 def _name(reader: KeyedReader, sample: int) -> str:
@@ -198,45 +271,8 @@ def _own_generator(data: Any) -> str:
 
 def _names_in(value: Any) -> Iterator[str]:
     if isinstance(value, types.FunctionType):
-        yield from value.__code__.co_names
-        for constant in value.__code__.co_consts:
-            if isinstance(constant, types.CodeType):
-                yield from constant.co_names
-
-
-def _as_other_worker(data: Any) -> None:
-    info = torch_worker.WorkerInfo(id=1, num_workers=3, seed=1, dataset=data)
-    torch_worker._worker_info = info  # noqa: SLF001  # what get_worker_info() returns in a loader process
-    number = os.getpid() + 1
-    patch("os.getpid", lambda: number).start()
-
-
-def _with_other_hash() -> None:
-    def salted(value: Any) -> int:
-        return built_in(("salted", value)) if isinstance(value, str | bytes) else built_in(value)
-
-    built_in = builtins.hash
-    builtins.hash = salted
-
-
-class _OtherOrder(set[Any]):
-    """A set of the same members in the opposite order, as another hash seed may give."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([*super().__iter__()][::-1])
-
-
-def _reorder_sets(reader: KeyedReader) -> None:
-    patch("builtins.set", _OtherOrder).start()
-    for owner in list(parts_of(reader.samples.data)):
-        named = vars(owner) if hasattr(owner, "__dict__") and not isinstance(owner, type) else {}
-        for name, value in list(named.items()):
-            if isinstance(value, _SETS) and any(isinstance(each, str | bytes | tuple) for each in value):
-                named[name] = _OtherOrder(value)
-        if isinstance(owner, types.FunctionType):
-            for name in owner.__code__.co_names:
-                if isinstance(value := owner.__globals__.get(name), set | frozenset):
-                    owner.__globals__[name] = _OtherOrder(value)
+        for code in code_in(value.__code__):
+            yield from code.co_names
 
 
 def _digest(values: list[Any]) -> str:
