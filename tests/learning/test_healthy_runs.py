@@ -80,7 +80,7 @@ def _kind(number: int) -> tuple[str, Split, Any, int]:
         "threes": (answers, answer, 1),
         "several": (_parity, answer, 1),
         "numbers": (numbers, mean, 1),
-        "sequences": (sentences, classes, 1),
+        "sequences": (sentences, classes, 4),
     }
     make, loss, times = simple[name]
     return name, tuple(make()), loss, times

@@ -75,10 +75,12 @@ class Fit:
     @property
     def is_above_chance(self) -> bool:
         """Whether the score or the loss is certainly better than a guess."""
-        share = self.loss_share
-        return self.score - _Z * self.error > self.chance or (
-            share is not None and share < _LEARNED - 1 / math.sqrt(max(self.groups, 1)) / 4
-        )
+        share, certain = self.loss_share, self.score - _Z * self.error > self.chance
+        if self.figures["kind"] == "numbers":
+            # Answers to unrelated targets may still go along with others: both follow the inputs' main directions.
+            return certain and (share is None or share < 0.95 or self.score > 0.4)
+        values = self.figures["labels" if self.of_classes else "values"]
+        return certain or (share is not None and share < _LEARNED - 1 / math.sqrt(max(values, 1)) / 4)
 
     def __str__(self) -> str:
         if self.of_classes:
@@ -154,12 +156,13 @@ class Evidence:
 
     @cached_property
     def has_settled(self) -> bool:
-        """Whether the training loss hardly falls any more: by less than a tenth from the third quarter to the last."""
+        """Whether the training loss hardly falls any more: its last quarter brought less than a tenth of its fall."""
         count = len(self.losses) // 4
         if count < 1:
             return False
-        third, last = self.losses[-2 * count : -count], self.losses[-count:]
-        return statistics.mean(last) > 0.9 * statistics.mean(third)
+        first, third = self.losses[0], statistics.mean(self.losses[-2 * count : -count])
+        last = statistics.mean(self.losses[-count:])
+        return first - last < 0.02 * first or third - last < 0.1 * (first - last)
 
     @property
     def is_at_chance(self) -> bool:

@@ -430,6 +430,10 @@ def labels_partly_wrong(evidence: Evidence) -> str | None:
     if evidence.in_trouble or not evidence.has_settled or not_log_probabilities(evidence):
         return None
     bins = [each for each in fit.figures["confidence"] if each[0]]
+    counts = [count for count, _ in fit.figures["confidence"]]
+    confidence = sum((place + 0.5) * count for place, count in enumerate(counts)) / len(counts) / max(sum(counts), 1)
+    if confidence < fit.score - 0.25:
+        return None  # it has not been trained for long enough to be sure of anything
     half, top, hits = sum(count for count, _ in bins) / 3, 0, 0
     for count, right in reversed(bins):
         if top >= half:
@@ -440,7 +444,7 @@ def labels_partly_wrong(evidence: Evidence) -> str | None:
         return None
     sure, other = hits / top, rest_hits / rest if rest else hits / top
     error = math.sqrt(max(sure * (1 - sure), 1e-3) / top)
-    if sure > 0.9 - error or sure - other > 0.2:
+    if sure > 0.9 - error or sure - other > 0.16:
         return None
     return (
         f"{100 * (1 - sure):.2g} % of the surest third of its answers are wrong, almost as many as of the others, and "
@@ -474,6 +478,10 @@ def labels_unrelated(evidence: Evidence) -> str | None:
     trained = evidence.trained
     if trained is not None and trained.is_above_chance:
         return f"in training it reaches {trained}"
+    share = None if trained is None else trained.loss_share
+    is_at_prior = share is not None and abs(share - 1) < 0.05
+    if not (evidence.has_settled or is_at_prior):
+        return None  # it is still learning
     return f"the weights have moved by {100 * evidence.moved:.2g} % of their size, and the gradients are normal"
 
 
