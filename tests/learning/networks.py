@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
@@ -104,9 +103,10 @@ class Sequences(nn.Module):
 
 @cache
 def sentences() -> tuple[Pair, Pair]:
-    """Bytes of a text, Python's own source, and for each the next one."""
-    text = torch.tensor(list(Path(argparse.__file__).read_bytes()[: 33 * 600]))
-    rows = text.reshape(-1, 33)
+    """Bytes of Python's documentation, and for each the next one."""
+    text = "".join(topics[name] for name in sorted(topics)).encode()[: 33 * 1000]
+    rows = torch.tensor(list(text)).reshape(-1, 33)
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
     x, y = rows[:, :-1].long(), rows[:, 1:].long()
     cut = int(0.8 * len(x))
     return (x[:cut], y[:cut]), (x[cut:], y[cut:])

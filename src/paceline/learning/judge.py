@@ -10,6 +10,9 @@ from typing import Any
 from paceline.learning.evidence import Evidence, read_evidence
 from paceline.records.run_directory import RunDirectory
 
+# More classes in each place than masks and labels of words have: a vocabulary.
+_TOKENS = 50
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -475,6 +478,8 @@ def labels_unrelated(evidence: Evidence) -> str | None:
         return None
     if evidence.held is None or evidence.held.groups < 50 or evidence.moved < 0.02:
         return None
+    if evidence.held.figures.get("labels", 0) > evidence.held.groups and evidence.held.figures["classes"] > _TOKENS:
+        return None  # a language model learns slowly, and its text is its labels
     trained = evidence.trained
     if trained is not None and trained.is_above_chance:
         return f"in training it reaches {trained}"
