@@ -107,7 +107,8 @@ def _downloaded(here: Path, finished: Path, key: str, **model: Any) -> None:
     rewrite_weights(newest_weights(here / "run"), here / "weights.safetensors", recipe=recipe)
 
 
-FIRST_KEY, *OTHER_KEYS = CODE_KEYS
+# The objects of `fit` are refused in a recipe of another task: tests/fit has them.
+FIRST_KEY, *OTHER_KEYS = (key for key in CODE_KEYS if key != "objects")
 
 
 @pytest.mark.parametrize(

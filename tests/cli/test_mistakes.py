@@ -101,7 +101,7 @@ MISTAKES = [
     ("evaluate RUN --per-class --sizes 8", "--per-class has no effect"),
     ("predict x y --batch 64", "predict --help"),
     ("predict x", "--prompt"),
-    ("predict nowhere .", "no image"),
+    ("predict nowhere .", "there is no run directory 'nowhere'"),
     ("predict RUN nowhere.png", "nowhere.png"),
     ("predict RUN empty", "no image"),
     ("predict RUN", "a language model takes --prompt"),
