@@ -97,6 +97,7 @@ def summary(program: Path, run: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.everyday
 def test_killed_and_called_again_it_ends_with_the_same_bits(program: Path) -> None:
     finish(started(program, "whole", 0))
     killed = started(program, "killed", 2)

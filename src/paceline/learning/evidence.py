@@ -25,7 +25,7 @@ _FEW = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class LossFit:
     """What a loss function was given, against the best answer that ignores the input.
 
     Attributes:
@@ -92,7 +92,7 @@ class Fit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class LearningEvidence:
     """The records of a run that tell whether it learns.
 
     Attributes:
@@ -127,12 +127,12 @@ class Evidence:
         return self.full[-1] if self.full else {}
 
     @cached_property
-    def held(self) -> Fit | None:
+    def held(self) -> LossFit | None:
         """The held-out score; None without an evaluation whose loss is known."""
         return _fit(self.held_out)
 
     @cached_property
-    def trained(self) -> Fit | None:
+    def trained(self) -> LossFit | None:
         """The training score of the last observed steps together."""
         late = self._late()
         return _fit(_pooled([each["losses"] for each in late]))
@@ -145,7 +145,7 @@ class Evidence:
         return [each for each in with_loss if each["step"] > max(0.9 * end, end - _FEW)]
 
     @cached_property
-    def first_fit(self) -> Fit | None:
+    def first_fit(self) -> LossFit | None:
         """The training score of the first observed step."""
         return _fit(self.observations[0].get("losses", {})) if self.observations else None
 
@@ -178,9 +178,9 @@ class Evidence:
 
     @property
     def is_early(self) -> bool:
-        """Whether less than a fifth of the run is done."""
+        """Whether less than half of the run is done."""
         total, done = self.plan.get("total_steps"), self.steps[-1]["step"] if self.steps else 0
-        return isinstance(total, int) and done < 0.2 * total
+        return isinstance(total, int) and done < 0.5 * total
 
     @property
     def in_trouble(self) -> bool:
@@ -208,7 +208,7 @@ class Evidence:
         return None if found in ("off", False, (), []) else found
 
 
-def read_evidence(run: RunDirectory, warning: str | None = None) -> Evidence:
+def read_evidence(run: RunDirectory, warning: str | None = None) -> LearningEvidence:
     """Return the evidence in a run directory.
 
     Args:
@@ -227,7 +227,9 @@ def read_evidence(run: RunDirectory, warning: str | None = None) -> Evidence:
     return evidence_in(events, plan=read_plan(run), recipe=read_recipe(run), confusion=run.confusion, warning=warning)
 
 
-def evidence_in(events: Iterable[Json], *, plan: Json, recipe: Json, confusion: Path, warning: str = "") -> Evidence:
+def evidence_in(
+    events: Iterable[Json], *, plan: Json, recipe: Json, confusion: Path, warning: str = ""
+) -> LearningEvidence:
     """Return the evidence in events that have been read.
 
     Args:
@@ -251,7 +253,7 @@ def evidence_in(events: Iterable[Json], *, plan: Json, recipe: Json, confusion: 
     if not warning and by_kind["finish"] and by_kind["finish"][-1]["status"] == "failed":
         found = [each for each in by_kind["incident"] if each["incident"].startswith("nonfinite_")]
         warning = str(found[-1]["message"]) if found else ""
-    return Evidence(
+    return LearningEvidence(
         plan=plan,
         recipe=recipe,
         steps=by_kind["step"],
@@ -263,11 +265,11 @@ def evidence_in(events: Iterable[Json], *, plan: Json, recipe: Json, confusion: 
     )
 
 
-def _fit(losses: Mapping[str, Json]) -> Fit | None:
+def _fit(losses: Mapping[str, Json]) -> LossFit | None:
     """Return the loss that tells most: of classes, then of answers, then of numbers."""
     found = [each for each in losses.values() if each]
     order = ("classes", "answers", "numbers")
-    return Fit(figures=min(found, key=lambda each: order.index(each["kind"]))) if found else None
+    return LossFit(figures=min(found, key=lambda each: order.index(each["kind"]))) if found else None
 
 
 def _pooled(parts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.learning.evidence import Evidence, read_evidence
+from paceline.learning.evidence import LearningEvidence, read_evidence
 from paceline.records.run_directory import RunDirectory
 
 # More classes in each place than masks and labels of words have: a vocabulary.
@@ -15,7 +15,7 @@ _TOKENS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class LearningFault:
     """What keeps a run from learning, or from learning well.
 
     Attributes:
@@ -48,7 +48,7 @@ class Judgement:
     """
 
     outcome: str = ""
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[LearningFault, ...] = ()
 
     def __str__(self) -> str:
         if not self.findings:
@@ -76,7 +76,7 @@ def judge_run(run: RunDirectory, warning: str | None = None) -> Judgement:
     return judge(read_evidence(run, warning))
 
 
-def judge(evidence: Evidence) -> Judgement:
+def judge(evidence: LearningEvidence) -> Judgement:
     """Judge a run; nothing is said where the evidence is not clear."""
     if evidence.value("data.dataset") == "synthetic":
         return Judgement()  # nothing can be learned from random labels, and it is not meant to be
@@ -87,7 +87,7 @@ def judge(evidence: Evidence) -> Judgement:
         return Judgement()  # damaged records, which the page or command that shows them reports
 
 
-def _outcome(evidence: Evidence) -> str:
+def _outcome(evidence: LearningEvidence) -> str:
     held, trained = evidence.held, evidence.trained
     if not evidence.in_trouble:
         return ""
@@ -98,11 +98,13 @@ def _outcome(evidence: Evidence) -> str:
     return evidence.warning.partition(";")[0].rstrip(".")
 
 
-Rule = Callable[[Evidence], Finding | None]
+Rule = Callable[[LearningEvidence], LearningFault | None]
 RULES: list[Rule] = []
 
 
-def rule(*, cause: str = "", fix: str, troubled: bool = False) -> Callable[[Callable[[Evidence], str | None]], Rule]:
+def rule(
+    *, cause: str = "", fix: str, troubled: bool = False
+) -> Callable[[Callable[[LearningEvidence], str | None]], Rule]:
     """Declare a rule; its name becomes the finding's, and its result is the evidence, None if it does not apply.
 
     Args:
@@ -111,15 +113,15 @@ def rule(*, cause: str = "", fix: str, troubled: bool = False) -> Callable[[Call
         troubled: Whether the rule applies only to runs with a bad outcome.
     """
 
-    def declare(inspect: Callable[[Evidence], str | None]) -> Rule:
-        def found(evidence: Evidence) -> Finding | None:
+    def declare(inspect: Callable[[LearningEvidence], str | None]) -> Rule:
+        def found(evidence: LearningEvidence) -> LearningFault | None:
             if troubled and not evidence.in_trouble:
                 return None
             figures = inspect(evidence)
             if figures is None:
                 return None
             what, _, shown = figures.rpartition("|")
-            return Finding(name=inspect.__name__, cause=what or cause, evidence=shown, fix=fix)
+            return LearningFault(name=inspect.__name__, cause=what or cause, evidence=shown, fix=fix)
 
         RULES.append(found)
         return found
@@ -134,7 +136,7 @@ def rule(*, cause: str = "", fix: str, troubled: bool = False) -> Callable[[Call
     cause="the loss is given probabilities, and applies softmax or sigmoid to them once more",
     fix="remove the softmax or sigmoid at the network's end, since the loss contains it",
 )
-def softmax_twice(evidence: Evidence) -> str | None:
+def softmax_twice(evidence: LearningEvidence) -> str | None:
     """The loss receives numbers that are probabilities already."""
     for name in ("cross_entropy", "binary_cross_entropy_with_logits"):
         found = _of_loss(evidence, name)
@@ -155,7 +157,7 @@ def softmax_twice(evidence: Evidence) -> str | None:
     cause="nll_loss is given numbers that are not logarithms of probabilities",
     fix="use cross_entropy, or apply log_softmax first",
 )
-def not_log_probabilities(evidence: Evidence) -> str | None:
+def not_log_probabilities(evidence: LearningEvidence) -> str | None:
     """`nll_loss` receives something else than log-probabilities."""
     found = _of_loss(evidence, "nll_loss")
     if found and all(each["off_one"] is None or each["off_one"] > 0.1 for each in found):
@@ -167,7 +169,7 @@ def not_log_probabilities(evidence: Evidence) -> str | None:
     cause="the loss is cross-entropy of a single class, which is always 0",
     fix="give the network an output for each class, or use binary_cross_entropy_with_logits",
 )
-def one_output(evidence: Evidence) -> str | None:
+def one_output(evidence: LearningEvidence) -> str | None:
     """Cross-entropy over one class has no gradient."""
     found = _of_loss(evidence, "cross_entropy")
     return "the network has one output" if found and all(each["classes"] == 1 for each in found) else None
@@ -177,7 +179,7 @@ def one_output(evidence: Evidence) -> str | None:
     cause="layers ran in evaluation mode while the network was trained",
     fix="call the network's train() before each step, or do not call eval() in its code or in the loss",
 )
-def evaluation_mode(evidence: Evidence) -> str | None:
+def evaluation_mode(evidence: LearningEvidence) -> str | None:
     """Dropout is off, or BatchNorm uses statistics that training never updates."""
     names = _always(evidence, "evaluating")
     return f"{_some(names)} in each observed step" if names else None
@@ -187,14 +189,14 @@ def evaluation_mode(evidence: Evidence) -> str | None:
     cause="parameters that should be trained receive no gradient",
     fix="use them in the forward pass, without detach() or no_grad(), or freeze them",
 )
-def without_gradient(evidence: Evidence) -> str | None:
+def without_gradient(evidence: LearningEvidence) -> str | None:
     """Trainable parameters take no part in the loss."""
     names = _always(evidence, "without_gradient")
     return _some(names) if names and len(evidence.full) > 1 else None
 
 
 @rule(cause="parts of the network never change", fix="give the optimizer all parameters of the network")
-def never_updated(evidence: Evidence) -> str | None:
+def never_updated(evidence: LearningEvidence) -> str | None:
     """Trainable parameters have a gradient and do not move."""
     if len(evidence.full) < 3 or evidence.plan.get("unfreeze_steps"):
         return None
@@ -213,7 +215,7 @@ def never_updated(evidence: Evidence) -> str | None:
     cause="most of the network is frozen at random weights",
     fix="begin from pretrained weights (model.pretrained, model.initialize_from), or freeze less",
 )
-def frozen_at_random(evidence: Evidence) -> str | None:
+def frozen_at_random(evidence: LearningEvidence) -> str | None:
     """The frozen parameters were never trained."""
     share = _trained_share(evidence)
     has_source = evidence.value("model.pretrained") or evidence.value("model.initialize_from")
@@ -229,21 +231,21 @@ def frozen_at_random(evidence: Evidence) -> str | None:
     cause="the network is called more than once with the same input in a step",
     fix="keep the first answer: each call takes time, and BatchNorm's statistics move twice",
 )
-def called_twice(evidence: Evidence) -> str | None:
+def called_twice(evidence: LearningEvidence) -> str | None:
     """Each step computes the same answer twice."""
     calls = [each.get("same_calls", 0) for each in evidence.full]
     return f"{1 + min(calls)} times" if calls and min(calls) > 0 else None
 
 
 @rule(cause="dropout is very high", fix="lower it: 0.1 to 0.5 is usual")
-def dropout(evidence: Evidence) -> str | None:
+def dropout(evidence: LearningEvidence) -> str | None:
     """Hardly anything passes a dropout layer."""
     rates = [each.get("dropout") or 0.0 for each in evidence.full]
     return f"a rate of {min(rates):.3g}" if rates and min(rates) >= 0.8 else None
 
 
 @rule(cause="all inputs of a batch are equal", fix="look at the data set's __getitem__, and at its transforms")
-def constant_inputs(evidence: Evidence) -> str | None:
+def constant_inputs(evidence: LearningEvidence) -> str | None:
     """The inputs do not differ between samples."""
     spreads = [each["inputs"]["between"] for each in evidence.full if each.get("inputs")]
     known = [each for each in spreads if each is not None]
@@ -254,7 +256,7 @@ def constant_inputs(evidence: Evidence) -> str | None:
     cause="the held-out classes are numbered in another order than the training classes",
     fix="use one list of class names for both",
 )
-def classes_permuted(evidence: Evidence) -> str | None:
+def classes_permuted(evidence: LearningEvidence) -> str | None:
     """Each class is taken for one other."""
     matrix = evidence.matrix
     if len(matrix) < 3:
@@ -272,7 +274,7 @@ def classes_permuted(evidence: Evidence) -> str | None:
     cause="inputs are far from unit scale",
     fix="normalise them to a mean of 0 and a standard deviation of 1",
 )
-def input_scale(evidence: Evidence) -> str | None:
+def input_scale(evidence: LearningEvidence) -> str | None:
     """Large or tiny inputs need another learning rate or initialisation."""
     first, held = evidence.first_fit, evidence.held
     shares = [each.loss_share or 0.0 for each in (first, held) if each is not None]
@@ -296,7 +298,7 @@ def input_scale(evidence: Evidence) -> str | None:
     fix="raise it; `paceline find-lr` suggests a value",
     troubled=True,
 )
-def rate_too_low(evidence: Evidence) -> str | None:
+def rate_too_low(evidence: LearningEvidence) -> str | None:
     """The weights hardly move."""
     if len(evidence.full) < 2 or not evidence.full[0].get("blocks") or not _gradients_flow(evidence):
         return None
@@ -310,7 +312,7 @@ def rate_too_low(evidence: Evidence) -> str | None:
     fix="lower it, or lengthen the warm-up; `paceline find-lr` suggests a value",
     troubled=True,
 )
-def rate_too_high(evidence: Evidence) -> str | None:
+def rate_too_high(evidence: LearningEvidence) -> str | None:
     """Steps are so large that they undo one another."""
     update = evidence.largest_update
     losses = evidence.losses
@@ -320,8 +322,15 @@ def rate_too_high(evidence: Evidence) -> str | None:
     return None
 
 
+@rule(cause="the run is short", fix="train longer (train.duration)", troubled=True)
+def short_run(evidence: LearningEvidence) -> str | None:
+    """Nothing can be expected of a few steps."""
+    total = evidence.last.get("step", 0)
+    return f"{total} steps" if 0 < total < 50 and evidence.moved < 0.5 else None
+
+
 @rule(cause="units of the network are dead", fix="lower the learning rate, or use another activation", troubled=True)
-def dead_units(evidence: Evidence) -> str | None:
+def dead_units(evidence: LearningEvidence) -> str | None:
     """Units whose output is always 0 receive no gradient."""
     found = _dead(evidence)
     if not found or _ignores_input(evidence):
@@ -335,18 +344,18 @@ def dead_units(evidence: Evidence) -> str | None:
     fix="use residual connections, normalisation layers or another initialisation",
     troubled=True,
 )
-def vanishing(evidence: Evidence) -> str | None:
+def vanishing(evidence: LearningEvidence) -> str | None:
     """The first layers receive almost no gradient."""
     ratios = []
     for each in evidence.full:
         norms = [
             one["gradient"] / math.sqrt(max(one["parameters"], 1))
             for one in each["blocks"].values()
-            if one["gradient"] is not None
+            if one["gradient"]  # 0 behind layers that begin at 0
         ]
         if len(norms) > 2 and max(norms) > 0:
             ratios.append(min(norms) / max(norms))
-    if not ratios or sorted(ratios)[len(ratios) // 2] > 1e-6:
+    if len(ratios) < 3 or sorted(ratios)[len(ratios) // 2] > 1e-6:
         return None
     return f"those of one part are {max(ratios):.1g} times as large as those of another"
 
@@ -356,7 +365,7 @@ def vanishing(evidence: Evidence) -> str | None:
     fix="look for dead layers, a rate that is too high, or an input that is not used",
     troubled=True,
 )
-def constant_answers(evidence: Evidence) -> str | None:
+def constant_answers(evidence: LearningEvidence) -> str | None:
     """All samples of a batch receive the same answer."""
     outputs = evidence.last.get("outputs")
     if not outputs or outputs["between"] is None or outputs["std"] is None:
@@ -376,7 +385,7 @@ def constant_answers(evidence: Evidence) -> str | None:
     fix="divide them by their standard deviation after subtracting their mean",
     troubled=True,
 )
-def target_scale(evidence: Evidence) -> str | None:
+def target_scale(evidence: LearningEvidence) -> str | None:
     """A network begins with answers near 0 and takes many steps to reach large targets."""
     fit = evidence.first_fit
     if fit is None or fit.figures["kind"] != "numbers":
@@ -391,7 +400,7 @@ def target_scale(evidence: Evidence) -> str | None:
     cause="held-out inputs are prepared in another way than training inputs",
     fix="use the same normalisation for both",
 )
-def inputs_differ(evidence: Evidence) -> str | None:
+def inputs_differ(evidence: LearningEvidence) -> str | None:
     """The network sees other numbers in evaluation than in training."""
     late = [each["inputs"] for each in evidence.full if each.get("inputs")]
     held = evidence.evaluations[-1] if evidence.evaluations else {}
@@ -411,7 +420,7 @@ def inputs_differ(evidence: Evidence) -> str | None:
     cause="BatchNorm's statistics do not fit the batches",
     fix="use larger batches or a larger momentum, or normalise with GroupNorm or LayerNorm",
 )
-def batch_statistics(evidence: Evidence) -> str | None:
+def batch_statistics(evidence: LearningEvidence) -> str | None:
     """Evaluation uses other statistics than training."""
     figures = evidence.last.get("statistics")
     if not figures or evidence.last["step"] < 40 or not _falls_behind(evidence):
@@ -425,7 +434,7 @@ def batch_statistics(evidence: Evidence) -> str | None:
     cause="many labels are likely wrong",
     fix="look at confident mistakes in the report, and at the labels of their files",
 )
-def labels_partly_wrong(evidence: Evidence) -> str | None:
+def labels_partly_wrong(evidence: LearningEvidence) -> str | None:
     """Even the surest answers are often wrong, and spread over all other classes."""
     fit = evidence.held
     if fit is None or not fit.of_classes or fit.groups < 100 or (fit.loss_share or 1) > 0.9:
@@ -455,19 +464,12 @@ def labels_partly_wrong(evidence: Evidence) -> str | None:
     )
 
 
-@rule(cause="the run is short", fix="train longer (train.duration)", troubled=True)
-def short_run(evidence: Evidence) -> str | None:
-    """Nothing can be expected of a few steps."""
-    total = evidence.last.get("step", 0)
-    return f"{total} steps" if 0 < total < 50 and evidence.moved < 0.5 else None
-
-
 @rule(
     cause="the labels look unrelated to the inputs",
     fix="check that each label belongs to its input: look at the first batch in the report",
     troubled=True,
 )
-def labels_unrelated(evidence: Evidence) -> str | None:
+def labels_unrelated(evidence: LearningEvidence) -> str | None:
     """Nothing else is wrong, and nothing was learned."""
     others = (
         *(softmax_twice, not_log_probabilities, one_output, evaluation_mode, without_gradient, never_updated),
@@ -494,7 +496,7 @@ def labels_unrelated(evidence: Evidence) -> str | None:
     cause="the run has overfitted",
     fix="stop earlier (train.patience), or use more data, augmentation or weight decay",
 )
-def overfitted(evidence: Evidence) -> str | None:
+def overfitted(evidence: LearningEvidence) -> str | None:
     """The held-out score has fallen well below its best while the training loss fell."""
     held, trained = evidence.held, evidence.trained
     name = _headline(evidence)
@@ -510,7 +512,7 @@ def overfitted(evidence: Evidence) -> str | None:
 # Figures that several rules use
 
 
-def _of_loss(evidence: Evidence, name: str) -> list[Mapping[str, Any]]:
+def _of_loss(evidence: LearningEvidence, name: str) -> list[Mapping[str, Any]]:
     found = [each["losses"].get(name) for each in evidence.observations if each.get("losses")]
     return [each for each in found if each]
 
@@ -519,7 +521,7 @@ def _within(figures: Mapping[str, Any], low: float, high: float) -> bool:
     return figures["low"] is not None and figures["low"] >= low and figures["high"] <= high
 
 
-def _always(evidence: Evidence, key: str) -> list[str]:
+def _always(evidence: LearningEvidence, key: str) -> list[str]:
     """Return the names that each observed step has."""
     lists = [set(each.get(key) or ()) for each in evidence.full]
     return sorted(set.intersection(*lists)) if lists else []
@@ -530,16 +532,16 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:2]) + (f" and {more} more" if more > 0 else "")
 
 
-def _trained_share(evidence: Evidence) -> float | None:
+def _trained_share(evidence: LearningEvidence) -> float | None:
     shares = [each["trained"] / each["parameters"] for each in evidence.full if each.get("parameters")]
     return max(shares, default=None)
 
 
-def _late(evidence: Evidence) -> list[Mapping[str, Any]]:
+def _late(evidence: LearningEvidence) -> list[Mapping[str, Any]]:
     return list(evidence.full[-2:])
 
 
-def _dead(evidence: Evidence) -> dict[str, float]:
+def _dead(evidence: LearningEvidence) -> dict[str, float]:
     late = _late(evidence)
     if len(evidence.full) < 3:
         return {}
@@ -547,7 +549,7 @@ def _dead(evidence: Evidence) -> dict[str, float]:
     return {name: min(each["zero_rows"][name] for each in late) for name in names}
 
 
-def _ignores_input(evidence: Evidence) -> bool:
+def _ignores_input(evidence: LearningEvidence) -> bool:
     """Whether only the first layer has no gradient, as if its input were always 0: a dead layer stops its successor."""
     found, outputs = _dead(evidence), evidence.last.get("outputs") or {}
     return (
@@ -558,11 +560,11 @@ def _ignores_input(evidence: Evidence) -> bool:
     )
 
 
-def _gradients_flow(evidence: Evidence) -> bool:
+def _gradients_flow(evidence: LearningEvidence) -> bool:
     return any((each["gradient"] or 0) > 0 for each in evidence.last["blocks"].values())
 
 
-def _falls_behind(evidence: Evidence) -> bool:
+def _falls_behind(evidence: LearningEvidence) -> bool:
     """Whether the held-out score is far below the training score."""
     held, trained = evidence.held, evidence.trained
     if held is None or trained is None:
@@ -572,7 +574,7 @@ def _falls_behind(evidence: Evidence) -> bool:
     )
 
 
-def _errors_are_uniform(evidence: Evidence) -> bool:
+def _errors_are_uniform(evidence: LearningEvidence) -> bool:
     """Whether wrong answers are spread evenly over the other classes, as far as chance allows."""
     if len(evidence.matrix) < 3:
         return True
@@ -596,7 +598,7 @@ def _cells(matrix: Sequence[Sequence[int]]) -> Iterator[tuple[float, int]]:
                 yield wrong * columns[index] / max(others, 1), count
 
 
-def _headline(evidence: Evidence) -> str | None:
+def _headline(evidence: LearningEvidence) -> str | None:
     name = evidence.plan.get("headline", "top1_accuracy")
     return name if evidence.evaluations and str(name).endswith("accuracy") else None
 

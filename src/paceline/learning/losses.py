@@ -62,6 +62,8 @@ class _Sums:
 
 Parts = dict[str, _Sums]
 """Sums by name of the loss function."""
+Pending = list[tuple[str, int, float, dict[str, Tensor]]]
+"""Name of the function, width, label smoothing and sums of each call."""
 
 
 class LossWatcher(TorchFunctionMode):
@@ -69,7 +71,7 @@ class LossWatcher(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pending: list[tuple[str, int, float, dict[str, Tensor]]] = []
+        self._pending: Pending = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a call, and keep the sums of a loss function."""
@@ -94,19 +96,28 @@ class LossWatcher(TorchFunctionMode):
         sums["loss"] = torch.stack((total, count.to(total.dtype)))
         self._pending.append((name, width, float(options.get("label_smoothing", 0.0)), sums))
 
+    def take(self) -> Pending:
+        """Return what was seen since the last time, still on the device."""
+        pending, self._pending = self._pending, []
+        return pending
+
     def drain(self) -> Parts:
         """Return this process's sums since the last time; waits for the device."""
-        pending, self._pending = self._pending, []
-        parts: Parts = {}
-        for name, width, smoothing, tensors in pending:
-            values = {key: each.cpu().numpy() for key, each in tensors.items()}
-            low, high, off_one = values.pop("range").tolist()
-            found = _Sums(width=width, low=low, high=high, off_one=off_one, smoothing=smoothing, **values)
-            if name not in parts:
-                parts[name] = found
-            elif parts[name].width == width:
-                parts[name].add(found)
-        return parts
+        return sums_of(self.take())
+
+
+def sums_of(pending: Pending) -> Parts:
+    """Return what :meth:`LossWatcher.take` returned as sums on the host; waits for the device."""
+    parts: Parts = {}
+    for name, width, smoothing, tensors in pending:
+        values = {key: each.cpu().numpy() for key, each in tensors.items()}
+        low, high, off_one = values.pop("range").tolist()
+        found = _Sums(width=width, low=low, high=high, off_one=off_one, smoothing=smoothing, **values)
+        if name not in parts:
+            parts[name] = found
+        elif parts[name].width == width:
+            parts[name].add(found)
+    return parts
 
 
 @contextmanager

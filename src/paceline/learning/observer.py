@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from paceline.learning.losses import LossWatcher, described, without_watcher
+from paceline.learning.losses import LossWatcher, described, sums_of, without_watcher
 
 _MOST_BLOCKS = 24
 _SAMPLED = 256
@@ -57,14 +57,11 @@ class NetworkObserver:
             for name, each in network.named_modules()
             if isinstance(each, nn.Embedding | nn.EmbeddingBag)
         }
-        self._matrices: list[str] = []
-        self._first: NDArray[np.float64] | None = None
-        self._before: NDArray[np.float64] | None = None
+        self._first: Tensor | None = None
+        self._before: Tensor | None = None
         self._handles: list[Any] = []
         self._watcher = LossWatcher()
         self._is_forward = self._compares = False
-        self._gradients: Tensor | None = None
-        self._zero_rows: Tensor | None = None
         self._seen: dict[str, Any] = {}
 
     def begin(self, *, statistics: bool) -> None:
@@ -99,51 +96,50 @@ class NetworkObserver:
         gradients = {name: _local(each.grad) for name, each in self._named if each.grad is not None}
         if gradients:
             norms = torch._foreach_norm(list(gradients.values()))  # noqa: SLF001  # as torch's own clip_grad_norm_
-            self._gradients = torch.stack(norms).float()
+            self._seen["gradients"] = torch.stack(norms).float()
         # Rows of an embedding that no token has used have no gradient either.
-        self._matrices = [
+        matrices = [
             name for name, each in gradients.items() if each.ndim > 1 and each.numel() and name not in self._embeddings
         ]
-        if self._matrices:
-            largest = [torch.linalg.vector_norm(gradients[name].flatten(1), dim=1) for name in self._matrices]
-            self._zero_rows = torch.stack([(each == 0).float().mean() for each in largest])
+        if matrices:
+            largest = [torch.linalg.vector_norm(gradients[name].flatten(1), dim=1) for name in matrices]
+            self._seen["zero_rows"] = matrices, torch.stack([(each == 0).float().mean() for each in largest])
         self._seen["has_gradient"] = [each.grad is not None for _, each in self._named]
 
-    def end(self) -> dict[str, Any]:
-        """End a step, after its update, and return what was observed; waits for the device."""
+    def end(self) -> Callable[[], dict[str, Any]]:
+        """End a step, after its update; returns a function that waits for the device and returns what was observed."""
         for each in self._handles:
             each.remove()
-        self._handles = []
-        losses = described(self._watcher.drain())
+        before, self._before, self._handles = self._before, None, []
+        seen, self._seen = self._seen, {}
+        seen |= {"losses": self._watcher.take(), "before": before, "after": None if before is None else self._sampled()}
+        return partial(self._found, seen)
+
+    def _found(self, seen: Mapping[str, Any]) -> dict[str, Any]:
+        losses = described(sums_of(seen["losses"]))
         found: dict[str, Any] = {"losses": losses} if losses else {}
-        if self._before is None:
-            return found
-        before, self._before = self._before, None
-        found |= self._moves(before, self._sampled())
-        found |= self._modes()
-        self._gradients = self._zero_rows = None
-        self._seen = {}
-        return found
+        return found if seen["before"] is None else found | self._moves(seen) | _modes(seen)
 
-    def _sampled(self) -> NDArray[np.float64]:
-        """Return a few values of each parameter, on the host."""
+    def _sampled(self) -> Tensor:
+        """Return a few values of each parameter."""
         samples = [_some(_local(each.detach())) for _, each in self._named]
-        values = torch.cat([each.float() for each in samples]).cpu() if samples else torch.zeros(0)
-        return values.numpy().astype(np.float64)
+        return torch.cat([each.float() for each in samples]) if samples else torch.zeros(0)
 
-    def _moves(self, before: NDArray[np.float64], after: NDArray[np.float64]) -> dict[str, Any]:
+    def _moves(self, seen: Mapping[str, Any]) -> dict[str, Any]:
         assert self._first is not None
+        values = (self._first, seen["before"], seen["after"])
+        first, before, after = (each.cpu().numpy().astype(np.float64) for each in values)
         counts = np.array([_local(each).numel() for _, each in self._named])
         sizes = np.minimum(counts, _SAMPLED)
         # Of each parameter: its weights, their update, and how far they are from the first; squared, summed, scaled up.
-        squares = np.stack((before**2, (after - before) ** 2, (after - self._first) ** 2))
+        squares = np.stack((before**2, (after - before) ** 2, (after - first) ** 2))
         used, begins = sizes > 0, np.cumsum(sizes) - sizes
         sums, has_moved = np.zeros((3, len(counts))), np.zeros(len(counts))
         if used.any():
             sums[:, used] = np.add.reduceat(squares, begins[used], axis=1) * (counts / np.maximum(sizes, 1))[used]
-            has_moved[used] = np.logical_or.reduceat(after != self._first, begins[used])
-        has_gradient = self._seen.get("has_gradient", [False] * len(self._named))
-        norms = iter([] if self._gradients is None else self._gradients.tolist())
+            has_moved[used] = np.logical_or.reduceat(after != first, begins[used])
+        has_gradient = seen.get("has_gradient", [False] * len(self._named))
+        norms = iter(seen["gradients"].tolist() if "gradients" in seen else [])
         gradients = [next(norms, 0.0) if has else 0.0 for has in has_gradient]
         blocks: dict[str, NDArray[np.float64]] = {}
         for index, (_, each) in enumerate(self._named):
@@ -151,49 +147,15 @@ class NetworkObserver:
                 row = np.array([gradients[index] ** 2, *(sums[:, index]), counts[index], has_moved[index]])
                 block = self._blocks[index]
                 blocks[block] = blocks[block] + row if block in blocks else row
-        trained = sum(each.requires_grad * int(count) for (_, each), count in zip(self._named, counts, strict=True))
-        idle = [
-            name for (name, each), has in zip(self._named, has_gradient, strict=True) if each.requires_grad and not has
-        ]
+        named = list(zip(self._named, counts.tolist(), has_gradient, strict=True))
+        idle = [name for (name, each), _, has in named if each.requires_grad and not has]
         return {
             "blocks": {name: _block(row.tolist()) for name, row in blocks.items()},
-            "trained": trained,
+            "trained": sum(count for (_, each), count, _ in named if each.requires_grad),
             "parameters": int(counts.sum()),
             "without_gradient": idle[:_NAMED],
-            "zero_rows": self._dead_rows(),
+            "zero_rows": _dead_rows(seen),
         }
-
-    def _dead_rows(self) -> dict[str, float | None]:
-        """Return the parameters with the largest shares of rows whose gradient is 0."""
-        if self._zero_rows is None:
-            return {}
-        shares = dict(zip(self._matrices, self._zero_rows.tolist(), strict=True))
-        worst = sorted((name for name, share in shares.items() if share), key=lambda name: -shares[name])
-        return {name: _short(shares[name]) for name in worst[:_NAMED]}
-
-    def _modes(self) -> dict[str, Any]:
-        seen = self._seen
-        calls = [len(each) for each in seen["calls"]]
-        same = [len(each) - len(set(each)) for each in seen["calls"]]
-        found: dict[str, Any] = {
-            "calls": max(calls, default=0),
-            "same_calls": max(same, default=0),
-            "evaluating": sorted(set(seen["evaluating"]))[:_NAMED],
-            "dropout": max(seen["dropout"], default=0.0),
-        }
-        if statistics := seen["statistics"]:
-            figures = {name: each.tolist() for name, each in statistics.items()}
-            worst = max(figures, key=lambda name: figures[name][0] + abs(figures[name][1]))
-            found["statistics"] = {
-                "name": worst,
-                "shift": _short(figures[worst][0]),
-                "ratio": _short(figures[worst][1]),
-            }
-        for name in ("inputs", "outputs"):
-            if name in seen:
-                keys = ("mean", "std", "low", "high", "between")
-                found[name] = dict(zip(keys, map(_short, seen[name].tolist()), strict=True))
-        return found
 
     # Hooks
 
@@ -247,6 +209,34 @@ class NetworkObserver:
             self._seen["dropout"].append(float(module.p))
         elif module.p:
             self._seen["evaluating"].append(name)
+
+
+def _dead_rows(seen: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the parameters with the largest shares of rows whose gradient is 0."""
+    names, shares = seen.get("zero_rows", ([], torch.zeros(0)))
+    found = {name: share for name, share in zip(names, shares.tolist(), strict=True) if share}
+    return {name: _short(found[name]) for name in sorted(found, key=lambda name: -found[name])[:_NAMED]}
+
+
+def _modes(seen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how modules were called, and with what."""
+    calls = [len(each) for each in seen["calls"]]
+    same = [len(each) - len(set(each)) for each in seen["calls"]]
+    found: dict[str, Any] = {
+        "calls": max(calls, default=0),
+        "same_calls": max(same, default=0),
+        "evaluating": sorted(set(seen["evaluating"]))[:_NAMED],
+        "dropout": max(seen["dropout"], default=0.0),
+    }
+    if statistics := seen["statistics"]:
+        figures = {name: each.tolist() for name, each in statistics.items()}
+        worst = max(figures, key=lambda name: figures[name][0] + abs(figures[name][1]))
+        found["statistics"] = {"name": worst, "shift": _short(figures[worst][0]), "ratio": _short(figures[worst][1])}
+    for name in ("inputs", "outputs"):
+        if name in seen:
+            keys = ("mean", "std", "low", "high", "between")
+            found[name] = dict(zip(keys, map(_short, seen[name].tolist()), strict=True))
+    return found
 
 
 def _local(tensor: Tensor) -> Tensor:

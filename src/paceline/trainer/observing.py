@@ -29,7 +29,7 @@ class LearningListener(Listener):
         self._observer, self._progress, self._total = observer, progress, total_steps
         self._open: dict[str, int] | None = None
         self._in_full = False
-        self._events: list[Event] = []
+        self._ended: list[tuple[dict[str, int], Callable[[], dict[str, Any]]]] = []
 
     def begin_step(self) -> None:
         """Begin to observe a step, if it is due."""
@@ -55,13 +55,14 @@ class LearningListener(Listener):
         self._observer.after_backward()
 
     def events(self) -> Iterable[Event]:
-        """Return the observations since the last record."""
+        """Return the observations since the last record; waits for the device."""
         self._end()
-        found, self._events = self._events, []
-        return found
+        ended, self._ended = self._ended, []
+        found = ((here, observed()) for here, observed in ended)
+        return [ObservationEvent(**here, split="train", details=details) for here, details in found if details]
 
     def _end(self) -> None:
         """End the step, whose update has been made by now."""
         here, self._open, self._in_full = self._open, None, False
-        if here is not None and (details := self._observer.end()):
-            self._events.append(ObservationEvent(**here, split="train", details=details))
+        if here is not None:
+            self._ended.append((here, self._observer.end()))
