@@ -278,7 +278,7 @@ class Seeks(Augmented):
 
 def test_samples_that_keep_their_draws_are_named(caplog: pytest.LogCaptureFixture) -> None:
     task(train_set=Augmented()).data_facts(World())
-    assert "train_set[0] keeps what was drawn at random when it was first read" in caplog.text
+    assert "train_set[0] keeps the random draws of its first read" in caplog.text
 
 
 def test_an_open_file_is_not_shared(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Is a run learning? What is observed of it, and what follows."""
+"""Judge whether a run learns: what is observed of it, and the rules that name a cause."""

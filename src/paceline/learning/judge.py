@@ -102,13 +102,11 @@ Rule = Callable[[LearningEvidence], LearningFault | None]
 RULES: list[Rule] = []
 
 
-def rule(
-    *, cause: str = "", fix: str, troubled: bool = False
-) -> Callable[[Callable[[LearningEvidence], str | None]], Rule]:
+def rule(*, cause: str, fix: str, troubled: bool = False) -> Callable[[Callable[[LearningEvidence], str | None]], Rule]:
     """Declare a rule; its name becomes the finding's, and its result is the evidence, None if it does not apply.
 
     Args:
-        cause: What is wrong, as a clause; empty if the result begins with it, followed by ``|``.
+        cause: What is wrong, as a clause.
         fix: What to change.
         troubled: Whether the rule applies only to runs with a bad outcome.
     """
@@ -120,8 +118,7 @@ def rule(
             figures = inspect(evidence)
             if figures is None:
                 return None
-            what, _, shown = figures.rpartition("|")
-            return LearningFault(name=inspect.__name__, cause=what or cause, evidence=shown, fix=fix)
+            return LearningFault(name=inspect.__name__, cause=cause, evidence=figures, fix=fix)
 
         RULES.append(found)
         return found

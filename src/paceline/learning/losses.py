@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -53,11 +53,17 @@ class _Sums:
     loss: NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))
     smoothing: float = 0.0
 
-    def add(self, other: _Sums) -> None:
-        """Add those of another batch or process."""
-        self.sums, self.counts, self.loss = self.sums + other.sums, self.counts + other.counts, self.loss + other.loss
-        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
-        self.off_one = max(self.off_one, other.off_one)
+    def plus(self, other: _Sums) -> _Sums:
+        """Return these sums with those of another batch or process."""
+        return replace(
+            self,
+            sums=self.sums + other.sums,
+            counts=self.counts + other.counts,
+            loss=self.loss + other.loss,
+            low=min(self.low, other.low),
+            high=max(self.high, other.high),
+            off_one=max(self.off_one, other.off_one),
+        )
 
 
 Parts = dict[str, _Sums]
@@ -108,16 +114,13 @@ class LossWatcher(TorchFunctionMode):
 
 def sums_of(pending: Pending) -> Parts:
     """Return what :meth:`LossWatcher.take` returned as sums on the host; waits for the device."""
-    parts: Parts = {}
+    parts = []
     for name, width, smoothing, tensors in pending:
         values = {key: each.cpu().numpy() for key, each in tensors.items()}
         low, high, off_one = values.pop("range").tolist()
         found = _Sums(width=width, low=low, high=high, off_one=off_one, smoothing=smoothing, **values)
-        if name not in parts:
-            parts[name] = found
-        elif parts[name].width == width:
-            parts[name].add(found)
-    return parts
+        parts.append({name: found})
+    return merged(parts)
 
 
 @contextmanager
@@ -148,7 +151,7 @@ def without_watcher(model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 
 def _unwatched() -> Any:
-    return torch._C.DisableTorchFunction()  # noqa: SLF001  # torch's notes on modes name no other way
+    return torch._C.DisableTorchFunction()  # noqa: SLF001  # nothing public switches modes off
 
 
 class _Unwatched:
@@ -171,15 +174,11 @@ class _Unwatched:
 def merged(parts: Sequence[Parts]) -> Parts:
     """Return the sums of several processes or steps together."""
     whole: Parts = {}
-    for part in parts:
-        for name, each in part.items():
-            if name not in whole:
-                whole[name] = _Sums(
-                    width=each.width, sums=each.sums, counts=each.counts, loss=each.loss, smoothing=each.smoothing
-                )
-                whole[name].low, whole[name].high, whole[name].off_one = each.low, each.high, each.off_one
-            elif whole[name].width == each.width:
-                whole[name].add(each)
+    for name, each in (found for part in parts for found in part.items()):
+        if name not in whole:
+            whole[name] = each
+        elif whole[name].width == each.width:
+            whole[name] = whole[name].plus(each)
     return whole
 
 

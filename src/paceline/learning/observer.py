@@ -95,7 +95,7 @@ class NetworkObserver:
             return
         gradients = {name: _local(each.grad) for name, each in self._named if each.grad is not None}
         if gradients:
-            norms = torch._foreach_norm(list(gradients.values()))  # noqa: SLF001  # as torch's own clip_grad_norm_
+            norms = torch._foreach_norm(list(gradients.values()))  # noqa: SLF001  # one kernel for all; nothing public does it
             self._seen["gradients"] = torch.stack(norms).float()
         # Rows of an embedding that no token has used have no gradient either.
         matrices = [
@@ -173,7 +173,7 @@ class NetworkObserver:
         if not self._is_forward:
             return
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        key = tuple((each.data_ptr(), each._version, each.shape) for each in tensors)  # noqa: SLF001  # torch's own
+        key = tuple((each.data_ptr(), each._version, each.shape) for each in tensors)  # noqa: SLF001  # no public count of writes
         self._seen["calls"][-1].append(key)
         if "inputs" not in self._seen and tensors and tensors[0].is_floating_point():
             with suppress(Exception), torch.no_grad():

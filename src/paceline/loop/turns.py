@@ -521,7 +521,7 @@ def close_at_exit(steps: Generator[tuple[int, Any], None, None]) -> None:
                 steps.throw(error)
 
     # Not `atexit`: no thread can be started there, and a save needs one.
-    threading._register_atexit(close)  # type: ignore[attr-defined]  # noqa: SLF001
+    threading._register_atexit(close)  # type: ignore[attr-defined]  # noqa: SLF001  # atexit runs after threads ended
 
 
 def _left_on_purpose(frame: FrameType | None) -> bool:

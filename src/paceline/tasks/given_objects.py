@@ -163,6 +163,7 @@ def network_of(given: Any) -> nn.Module:
     except Exception as error:
         if isinstance(error, PacelineError | torch.OutOfMemoryError):
             raise
+        # Copying a module without values raises the latter; other errors are of the user's own __deepcopy__.
         if isinstance(given, nn.Module) and not isinstance(error, NotImplementedError):
             raise
         raise ModelError(
@@ -191,7 +192,7 @@ def take(given: Any, role: str, collate: Any) -> Samples:
 
 
 def _in_tensors(data: Any, role: str) -> Any:
-    """Return columns that were given as lists of numbers or of tensors as tensors; other data as they are.
+    """Convert lists of numbers or tensors to tensors; return other data unchanged.
 
     Raises:
         DataError: If a column is no array of numbers, or columns are in a list.

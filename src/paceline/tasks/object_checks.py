@@ -59,7 +59,7 @@ def is_mean(loss: Callable[[Any, Batch], Tensor], network: nn.Module, batch: Bat
             if not math.isfinite(whole) or loss_of(everything, seed=1) != whole:
                 return True
             mean = float(np.average([loss_of([row]) for row in everything], weights=weights))
-        except Exception:  # noqa: BLE001  # your loss worked on a whole batch; on single samples it may fail in any way
+        except Exception:  # noqa: BLE001  # a user's loss may fail on single samples in any way
             return True
     return math.isclose(whole, mean, rel_tol=1e-4, abs_tol=1e-6)
 
@@ -148,7 +148,7 @@ def _change(samples: Samples, was: Mapping[str, Any], seed: int) -> str:
 
 
 def contents_of(samples: Samples, seed: int) -> dict[str, str]:
-    """Return a digest of the first, middle and last sample, by number, as they are in the first epoch."""
+    """Return digests of the first, middle and last sample of the first epoch, by index."""
     reader = KeyedReader(samples, seed=seed, training=samples.role == "train_set")
     with kept_generators():
         chosen = sorted({0, len(samples) // 2, len(samples) - 1})

@@ -94,7 +94,7 @@ def _called(part: Any) -> str:
 
 
 def _held(part: Any, *, is_saved: bool) -> Iterator[tuple[str, tuple[str, bool]]]:
-    """Yield what an object of yours holds beside its ``state_dict``, with a mark of each."""
+    """Yield the values of a user's object that its ``state_dict`` lacks, each with a mark."""
     own: dict[str, Any] = {}
     if isinstance(part, types.FunctionType):
         if not is_of_library(part.__code__):

@@ -42,7 +42,7 @@ class _StandIn(type):
 def as_other_worker(data: Any) -> None:
     """Be another loader process."""
     info = torch_worker.WorkerInfo(id=1, num_workers=3, seed=1, dataset=data)
-    torch_worker._worker_info = info  # noqa: SLF001  # what get_worker_info() returns in a loader process
+    torch_worker._worker_info = info  # noqa: SLF001  # get_worker_info() reads it; torch has no setter
     number = os.getpid() + 1
     patch("os.getpid", lambda: number).start()
 
@@ -69,7 +69,7 @@ def with_other_addresses(_: Any) -> None:
 
 
 def _caller() -> types.CodeType:
-    return sys._getframe(2).f_code  # noqa: SLF001  # inspect's way reads source files
+    return sys._getframe(2).f_code  # noqa: SLF001  # inspect.stack() would read source files at each call
 
 
 def _is_salted(value: Any) -> bool:
@@ -150,7 +150,7 @@ def _call_set(function: types.FunctionType) -> None:
     made.decorator_list = []
     # Around it, so that it finds the variables that it has from outside.
     [around] = ast.parse(f"def around({', '.join(code.co_freevars)}): pass").body
-    around.body = [_SetCalls().visit(made)]  # type: ignore[attr-defined]  # a function, as parsed
+    around.body = [_SetCalls().visit(made)]  # type: ignore[attr-defined]  # ast.parse() of a `def`: a function has a body
     compiled = compile(ast.fix_missing_locations(ast.Module([around], [])), code.co_filename, "exec")
     function.__code__ = next(
         each for each in code_in(compiled) if each.co_name == code.co_name and each.co_freevars == code.co_freevars

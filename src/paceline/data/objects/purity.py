@@ -48,7 +48,7 @@ _MOST_BYTES = 2**28
 # Reading again stops after this time; every sample is read once, so that the digest does not depend on the time.
 _BUDGET_SECONDS = 4.0
 _AFTER_OTHERS = " depends on the samples that were read before it"
-_KEPT = " keeps what was drawn at random when it was first read: keep it as it is before its random transforms"
+_KEPT = " keeps the random draws of its first read: cache it before its random transforms"
 _SHARED = ", whose position loader processes share: open it in [i], once for each process, or give workers=0"
 _OTHERWISE = ", which differs from process to process"
 Change = Callable[[Any], None]

@@ -237,7 +237,7 @@ class Careful(Twenty):
 
 
 class CachedBefore(Twenty):
-    """Pure: it keeps samples as they are before their random transforms."""
+    """Pure: it caches samples before their random transforms."""
 
     def __init__(self) -> None:
         self.kept: dict[int, Any] = {}
@@ -291,7 +291,7 @@ def test_a_pure_data_set_has_a_digest_and_no_difference(kind: type[Twenty]) -> N
         (ProcessId, "depends on the process that reads it"),
         (HashSeed, "depends on hash()"),
         (OrderOfSet, "depends on the order of a set"),
-        (Augmented, "train_set[0] keeps what was drawn at random when it was first read"),
+        (Augmented, "train_set[0] keeps the random draws of its first read"),
         *((kind, "depends on the clock") for kind in (Seconds, Monotonic, Day, Hour)),
         (Address, "depends on id()"),
         *((kind, "depends on hash()") for kind in (HashOfTuple, HashOfFrozenSet)),
