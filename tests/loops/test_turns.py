@@ -105,6 +105,7 @@ def test_samples_are_due_when_they_were_used(make: Make) -> None:
 
 
 def test_an_evaluation_set_that_is_made_anew_replaces_the_one_before(make: Make) -> None:
+    earlier = children()  # of other tests, which share this process
     loop = make(workers=1)
     prepared(loop)
     workers = []
@@ -113,8 +114,9 @@ def test_an_evaluation_set_that_is_made_anew_replaces_the_one_before(make: Make)
             with loop.evaluation(TensorDataset(POINTS[:8]), name=name) as scores:
                 for (batch,) in scores:
                     scores.add(error=batch[:, 0])
-        workers.append(children())
+        workers.append(children() - earlier)
     assert len(set(map(len, workers))) == 1, workers
+    assert workers[0]
     assert not children() & set.union(*workers)
 
 
