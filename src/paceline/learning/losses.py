@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.overrides import _get_current_function_mode as _innermost_mode
 
 _OF_CLASSES = frozenset({"cross_entropy", "nll_loss"})
 _OF_ANSWERS = frozenset({"binary_cross_entropy_with_logits", "binary_cross_entropy"})
@@ -107,6 +108,36 @@ class LossWatcher(TorchFunctionMode):
         pending, self._pending = self._pending, []
         return pending
 
+    @contextmanager
+    def around(self, network: Callable[..., Any]) -> Iterator[None]:
+        """Context that watches, but not a module's own calls: they would be slower.
+
+        The watcher leaves torch's stack of modes meanwhile. Switching modes off would change tensors of other classes
+        too, and either would compile a compiled network again.
+        """
+        if not isinstance(network, nn.Module):
+            with self:
+                yield
+            return
+        paused: list[bool] = []
+
+        def pause(*_: Any) -> None:
+            paused.append(_innermost_mode() is self)  # type: ignore[no-untyped-call]  # torch
+            if paused[-1]:
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch
+
+        def resume(*_: Any) -> None:
+            if paused and paused.pop():
+                self.__enter__()  # type: ignore[no-untyped-call]  # torch
+
+        hooks = network.register_forward_pre_hook(pause), network.register_forward_hook(resume, always_call=True)
+        try:
+            with self:
+                yield
+        finally:
+            for each in hooks:
+                each.remove()
+
     def drain(self) -> Parts:
         """Return this process's sums since the last time; waits for the device."""
         return sums_of(self.take())
@@ -121,54 +152,6 @@ def sums_of(pending: Pending) -> Parts:
         found = _Sums(width=width, low=low, high=high, off_one=off_one, smoothing=smoothing, **values)
         parts.append({name: found})
     return merged(parts)
-
-
-@contextmanager
-def without_watcher(model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Context in which a network's own calls are not watched; its value is the network to call.
-
-    They would be slower, and a compiled network would be compiled again. A module stays what it is, since code may
-    depend on its class.
-    """
-    if not isinstance(model, nn.Module):
-        yield _Unwatched(model)
-        return
-    entered: list[Any] = []
-
-    def enter(*_: Any) -> None:
-        entered.append(_unwatched())
-        entered[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        entered.pop().__exit__(None, None, None)
-
-    hooks = model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)
-    try:
-        yield model
-    finally:
-        for each in hooks:
-            each.remove()
-
-
-def _unwatched() -> Any:
-    return torch._C.DisableTorchFunction()  # noqa: SLF001  # nothing public switches modes off
-
-
-class _Unwatched:
-    """A function without watchers, with its attributes."""
-
-    def __init__(self, model: Callable[..., Any]) -> None:
-        self._model = model
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        with _unwatched():
-            return self._model(*arguments, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        # While it is being copied, Python looks up special names on a copy that has no attributes yet.
-        if name == "_model" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._model, name)
 
 
 def merged(parts: Sequence[Parts]) -> Parts:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from paceline.learning.losses import LossWatcher, described, sums_of, without_watcher
+from paceline.learning.losses import LossWatcher, described, sums_of
 
 _MOST_BLOCKS = 24
 _SAMPLED = 256
@@ -78,14 +78,17 @@ class NetworkObserver:
             self._hook()
 
     @contextmanager
-    def around_forward(self, model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-        """Observe a micro-batch's loss; the context's value is the network to call in it."""
+    def around_forward(self, model: Callable[..., Any]) -> Iterator[None]:
+        """Observe a micro-batch's loss.
 
+        Args:
+            model: The network as it is called, wrapped and compiled.
+        """
         self._seen.get("calls", []).append([])
         self._is_forward = True
         try:
-            with self._watcher, without_watcher(model) as network:
-                yield network
+            with self._watcher.around(model):
+                yield
         finally:
             self._is_forward = False
 

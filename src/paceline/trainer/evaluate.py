@@ -22,7 +22,7 @@ from paceline.data.random_draws import uniforms
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.strategy import Heartbeat
 from paceline.host.world import World
-from paceline.learning.losses import LossWatcher, Parts, described, merged, without_watcher
+from paceline.learning.losses import LossWatcher, Parts, described, merged
 from paceline.metrics.accumulator import Accumulator, Collector, DetailedCollector, Rows
 from paceline.metrics.answers import HOW_CHOSEN, Candidate, Confusion, Examples, as_png, choose
 from paceline.metrics.confusion import MOST_CLASSES, Reliability, Triples, confusion_document, merge_counts
@@ -320,7 +320,7 @@ class Evaluator:
                     cached = _CachedForward(network)
                     is_reused = observe is not None or name == answers.weights
                     scored = cached if is_reused else network
-                    with watcher if name == watched else nullcontext():
+                    with watcher.around(model) if name == watched else nullcontext():
                         scores = self._score(scored, network, batch, answers)
                     sums[name].add(scores)
                     for each in collected[name]:
@@ -374,8 +374,7 @@ class Evaluator:
     def _score(self, model: Any, network: Model, batch: Batch, answers: AnswerCollector) -> dict[str, Any]:
         """Score a batch; a task that does more than call the network receives the network itself."""
         try:
-            with without_watcher(model) as called:
-                return self.task.score(called, batch)
+            return self.task.score(model, batch)
         except Exception as error:
             # With sharded weights, another pass would wait for the other processes.
             if model is network or answers.weights == "" or self.rounds is not None:

@@ -30,9 +30,9 @@ class Listener:
     def begin_step(self) -> None:
         """Called before a step's first micro-batch."""
 
-    def around_forward(self, model: Callable[..., Any], batch: Batch) -> AbstractContextManager[Callable[..., Any]]:
-        """Context around the loss of a micro-batch; its value is the network to call."""
-        return nullcontext(model)
+    def around_forward(self, model: Callable[..., Any], batch: Batch) -> AbstractContextManager[None]:
+        """Context around the loss of a micro-batch, whose network is called as this model."""
+        return _NOTHING
 
     def around_backward(self, batch: Batch) -> AbstractContextManager[None]:
         """Context around the backward pass of a micro-batch."""

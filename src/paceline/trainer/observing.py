@@ -41,9 +41,9 @@ class LearningListener(Listener):
             if self._in_full:
                 self._observer.begin(statistics=position >= _SETTLED)
 
-    def around_forward(self, model: Callable[..., Any], batch: Batch) -> AbstractContextManager[Callable[..., Any]]:
+    def around_forward(self, model: Callable[..., Any], batch: Batch) -> AbstractContextManager[None]:
         """Observe a micro-batch's loss."""
-        return nullcontext(model) if self._open is None else self._observer.around_forward(model)
+        return nullcontext() if self._open is None else self._observer.around_forward(model)
 
     def around_backward(self, batch: Batch) -> AbstractContextManager[None]:
         """Observe the gradients after the last micro-batch."""

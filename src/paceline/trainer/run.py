@@ -90,7 +90,7 @@ class Run(SavedRun):
         with ExitStack() as around:
             network = self.precision.applied_to(model)
             for each in self.listeners:
-                network = around.enter_context(each.around_forward(network, batch))
+                around.enter_context(each.around_forward(model, batch))
             around.enter_context(self.precision.keeping_casts())
             around.enter_context(naming(self.task, "loss"))
             around.enter_context(checked)

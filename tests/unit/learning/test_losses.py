@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.learning.losses import LossWatcher, described, merged, without_watcher
+from paceline.learning.losses import LossWatcher, described, merged
 
 DRAWN = torch.Generator().manual_seed(0)
 LOGITS, LABELS = torch.randn(60, 4, generator=DRAWN), torch.randint(0, 4, (60,), generator=DRAWN)
@@ -87,17 +87,6 @@ def test_modules_call_the_same_functions_and_other_calls_say_nothing() -> None:
         assert watched(lambda rows: F.mse_loss(NUMBERS[rows], NUMBERS[rows][:, :1])) == {}
 
 
-def test_the_networks_own_calls_are_not_watched() -> None:
-    def network(x: Tensor) -> Tensor:
-        F.mse_loss(x, x)
-        return x
-
-    watcher = LossWatcher()
-    with watcher, without_watcher(network) as called:
-        F.l1_loss(called(NUMBERS), NUMBERS)
-    assert set(watcher.drain()) == {"l1_loss"}
-
-
 class _Inner(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if len(x) == 1:
@@ -106,14 +95,20 @@ class _Inner(nn.Module):
         return x
 
 
-def test_a_module_stays_what_it_is() -> None:
+def test_a_networks_own_calls_are_not_watched() -> None:
     module, watcher = _Inner(), LossWatcher()
-    with watcher, without_watcher(module) as called:
-        assert called is module
+    with watcher.around(module):
         with pytest.raises(ValueError, match="one"):
-            called(NUMBERS[:1])
-        F.l1_loss(called(NUMBERS), NUMBERS)
+            module(NUMBERS[:1])
+        F.l1_loss(module(NUMBERS), NUMBERS)
     assert set(watcher.drain()) == {"l1_loss"}
     with watcher:
         module(NUMBERS)
     assert set(watcher.drain()) == {"mse_loss"}
+
+
+def test_another_mode_stays_around_a_networks_calls() -> None:
+    module, watcher = _Inner(), LossWatcher()
+    with watcher.around(module), torch.device("meta"):
+        assert module(torch.zeros(2)).device.type == "meta"
+    assert torch.zeros(2).device.type == "cpu"
