@@ -182,6 +182,21 @@ class Bare(torch.optim.Optimizer):
 BARE = Bare(Linear().parameters())
 
 
+class Matrices(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        if any(each.ndim != 2 for group in self.param_groups for each in group["params"]):
+            raise RuntimeError("matrices only")
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(9, 5, sparse=True), Linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.table(x.long() % 9).mean(dim=1))
+
+
 def diverging(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda move: 1.0 - move)
 
@@ -197,6 +212,9 @@ def failing(optimizer: Any) -> Any:
         ("optimizer", {"optimizer": Bare, "model": Linear()}),
         ("optimizer", {"optimizer": lambda parameters: Bare(parameters, 0.1), "lr": None}),
         ("optimizer", {"optimizer": BARE, "lr": None}),
+        ("optimizer", {"optimizer": torch.optim.SparseAdam}),
+        ("optimizer", {"optimizer": torch.optim.Adam, "model": Words}),
+        ("optimizer", {"optimizer": Matrices}),
         ("schedule", {"schedule": diverging}),
         ("schedule", {"schedule": failing}),
         ("schedule", {"schedule": "cosine"}),

@@ -170,8 +170,17 @@ def combine_optimizers(
     return CombinedOptimizer(of_tables, make(rest)) if rest else of_tables
 
 
-def check_tables(network: nn.Module, recipe: Recipe, *, strategy: str, device: str) -> None:
+def check_tables(
+    network: nn.Module, recipe: Recipe, *, strategy: str, device: str, has_own_optimizer: bool = False
+) -> None:
     """Check that the recipe supports tables with a separate optimizer or sparse gradients.
+
+    Args:
+        network: The network.
+        recipe: The recipe.
+        strategy: The strategy of the plan.
+        device: Its device.
+        has_own_optimizer: Whether the recipe's optimizer is not used.
 
     Raises:
         ModelError: If the network has no tables.
@@ -183,9 +192,9 @@ def check_tables(network: nn.Module, recipe: Recipe, *, strategy: str, device: s
         _check_own_rule(network, recipe, strategy, is_sparse=is_sparse)
     if not is_sparse:
         return
-    for choice, remedy in _sparse_conflicts(recipe, strategy, device).items():
+    for choice, remedy in _sparse_conflicts(recipe, strategy, device, has_own_optimizer=has_own_optimizer).items():
         raise RecipeError(
-            f"{choice} does not support sparse gradients (model.options={{sparse: true}}); {remedy}, or use dense ones."
+            f"{choice} does not support sparse gradients (sparse=True of an embedding); {remedy}, or use dense ones."
         )
 
 
@@ -205,7 +214,7 @@ def _check_own_rule(network: nn.Module, recipe: Recipe, strategy: str, *, is_spa
         )
 
 
-def _sparse_conflicts(recipe: Recipe, strategy: str, device: str) -> dict[str, str]:
+def _sparse_conflicts(recipe: Recipe, strategy: str, device: str, *, has_own_optimizer: bool) -> dict[str, str]:
     """Return the settings that do not support sparse gradients, with a fix for each."""
     optimizer, parallel, leave = recipe.optimizer, recipe.parallel, "leave it out"
     conflicts: dict[str, str] = {}
@@ -216,11 +225,12 @@ def _sparse_conflicts(recipe: Recipe, strategy: str, device: str) -> dict[str, s
         conflicts[f"parallel.strategy=ddp on {device}, whose collectives cannot add sparse tensors,"] = (
             "use one process"
         )
-    # Rules that update every row in every step.
-    if optimizer.tables == "same" and (optimizer.name != "sgd" or optimizer.momentum):
+    # Rules that update every row in every step; the first step of an optimizer from outside is tried.
+    has_one_rule = optimizer.tables == "same" and not has_own_optimizer
+    if has_one_rule and (optimizer.name != "sgd" or optimizer.momentum):
         name = f"optimizer.name={optimizer.name}" + f" with momentum {optimizer.momentum:g}" * (optimizer.name == "sgd")
         conflicts[name] = "set optimizer.tables to rowwise_adagrad or sparse_adam, use sgd with optimizer.momentum=0"
-    elif optimizer.tables == "same" and optimizer.weight_decay > 0 and optimizer.decay_norm_and_bias:
+    elif has_one_rule and optimizer.weight_decay > 0 and optimizer.decay_norm_and_bias:
         conflicts["optimizer.decay_norm_and_bias=true"] = leave
     clips = (f"clip_{kind}" for kind in ("norm", "value", "adaptive"))
     conflicts |= {f"optimizer.{clip}": leave for clip in clips if getattr(optimizer, clip) is not None}

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from paceline.errors import PacelineError, RecipeError
+from paceline.optim.classes import has_sparse_gradients
 from paceline.plan.rates import LearningRate, OptimizerSettings, Schedules
 
 _TRIED_STEPS = 100_000
@@ -92,6 +93,13 @@ def own_optimizer(given: Any, network: nn.Module, lr: float | None) -> torch.opt
     for group in groups:
         group["lr_factor"] = float(group["lr"]) / base if base else 1.0
     return built
+
+
+def may_refuse_gradients(optimizer: torch.optim.Optimizer, network: nn.Module) -> bool:
+    """Whether a first step can fail for the gradients' kind or shape; torch's optimizers take all dense ones."""
+    is_torch = type(optimizer).__module__.startswith("torch.optim.")
+    needs_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    return not is_torch or needs_sparse or has_sparse_gradients(network)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from paceline.host.world import World
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import NamedMetrics
-from paceline.optim.own import OwnSchedules, own_optimizer, scheduled_twin
+from paceline.optim.own import OwnSchedules, explained, may_refuse_gradients, own_optimizer, scheduled_twin
 from paceline.parsing.plain_text import one_line
 from paceline.plan import DataFacts, Plan
 from paceline.plan.batching import micro_batch_size
@@ -71,6 +71,7 @@ class Fit(Task):
     def __init__(self, recipe: Recipe, objects: Objects | None = None) -> None:
         super().__init__(recipe)
         self.objects = named_objects(recipe) if objects is None else objects
+        self.has_own_optimizer = self.objects.optimizer is not None
         self._world = World()
         self._takes_model = takes_model(self.objects.loss)
         self._each_loss = None if self._takes_model else one_by_one(self.objects.loss)
@@ -125,7 +126,7 @@ class Fit(Task):
             description["not_repeatable"] = differences
         unused = all_but(["data.workers", "data.prefetch"], "the data are objects of yours")
         unused |= all_but(_OF_ANY_NETWORK, "the network is an object of yours", section="model")
-        if self.objects.optimizer is not None:
+        if self.has_own_optimizer:
             kept = ("optimizer.lr", "optimizer.lr_scaling", "optimizer.lr_reference_batch", *_CLIPPING)
             unused |= all_but(kept, "the optimizer is an object of yours", section="optimizer")
         if self.objects.schedule is not None:
@@ -209,7 +210,8 @@ class Fit(Task):
             return
         trial, compared = copy.deepcopy(network).train(), self._tried(_COMPARED, training=True)
         tried = self._with_loss(copied(self.objects.loss))
-        if self.objects.optimizer is not None or self.objects.schedule is not None:
+        optimizer = None
+        if self.has_own_optimizer or self.objects.schedule is not None:
             optimizer = self.build_optimizer(trial, self.recipe.optimizer, torch.device("cpu"))
             if self.objects.schedule is not None:
                 scheduled_twin(self.objects.schedule, optimizer)
@@ -223,6 +225,10 @@ class Fit(Task):
         for each in unsaved(network, self.objects.loss, self._loss_with, batches):
             _LOG.warning("paceline: warning: %s", one_line(f"{each}; {_CONSEQUENCE}"))
         tried._check_mean(trial, compared)  # noqa: SLF001  # of this class
+        if optimizer is not None and may_refuse_gradients(optimizer, trial):
+            torch.autograd.backward(tried.loss(trial.train(), batches[0]))
+            with explained("optimizer"):
+                optimizer.step()
 
     def _loss_with(self, network: nn.Module, loss: Callable[..., Any], batch: Batch) -> Tensor:
         return self._with_loss(loss).loss(network, batch)
@@ -274,7 +280,7 @@ class Fit(Task):
 
     def build_optimizer(self, network: nn.Module, optimizer: Optimizer, device: torch.device) -> torch.optim.Optimizer:
         """Return the optimizer that was given, for this network; by default the recipe's."""
-        if self.objects.optimizer is None:
+        if not self.has_own_optimizer:
             return super().build_optimizer(network, optimizer, device)
         return own_optimizer(self.objects.optimizer, network, optimizer.lr)
 

@@ -78,6 +78,7 @@ class Task(ABC):
         learns: What is learned of a sample: its ``class``, or something else, such as ``numbers``.
         takes_sizes: Whether `data.evaluation_size` says at which size samples are scored.
         can_shorten: Whether :meth:`shorten` reduces the data.
+        has_own_optimizer: Whether :meth:`build_optimizer` ignores the recipe's choice.
         why_not_sharded: Why FSDP cannot shard the network, as the rest of a sentence; empty if it can.
     """
 
@@ -89,6 +90,7 @@ class Task(ABC):
     learns: str = "class"
     takes_sizes: bool = False
     can_shorten: bool = False
+    has_own_optimizer: bool = False
     why_not_sharded: str = ""
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -257,7 +257,8 @@ class Subject(contextlib.ExitStack[bool | None]):
             RecipeError: If its state is to be sharded over processes, and the rest of the recipe does not support that.
         """
         plan = self._make(network=networks.describe_network(network, self.recipe, self.plan), notes=notes)
-        check_tables(network, self.recipe, strategy=plan.strategy, device=plan.device)
+        own = self.task.has_own_optimizer
+        check_tables(network, self.recipe, strategy=plan.strategy, device=plan.device, has_own_optimizer=own)
         if plan.strategy == "fsdp":
             check_sharded(network, self.recipe.parallel)
         return plan
