@@ -374,6 +374,23 @@ class _Ignoring(Perceptron):
         return super().forward(0 * x)
 
 
+@fault("data_leak")
+def held_out_samples_in_training(run: Runner) -> None:
+    (x, y), (held_x, held_y) = digits()
+    run.fit(None, (torch.cat([x, held_x[:80]]), torch.cat([y, held_y[:80]])))
+
+
+@fault("data_leak", everyday)
+def trained_and_scored_on_the_same(run: Runner) -> None:
+    run.fit(None, digits()[0], digits()[0])
+
+
+@fault("data_leak")
+def the_same_sentences(run: Runner) -> None:
+    train, held_out = sentences()
+    run.fit(Sequences(256), tuple(map(torch.cat, zip(train, held_out, strict=True))), held_out)
+
+
 @fault("constant_answers")
 def input_not_used(run: Runner) -> None:
     run.fit(_Ignoring(normed=False))

@@ -102,6 +102,7 @@ class LearningEvidence:
         evaluations: Evaluations of the weights that count, oldest first.
         observations: Observed steps, oldest first.
         held_out: What the loss was given in the last evaluation, by loss function.
+        copies: How many observed training samples were compared with the held-out ones, and how many are among them.
         matrix: The confusion matrix of the last evaluation, labels by predictions; empty if none was kept, or if there
             are more than a hundred classes.
         warning: The run's own warning, such as that it diverged.
@@ -113,6 +114,7 @@ class LearningEvidence:
     evaluations: Sequence[Json] = ()
     observations: Sequence[Json] = ()
     held_out: Mapping[str, Json] = field(default_factory=dict)
+    copies: Mapping[str, int] = field(default_factory=dict)
     matrix: Sequence[Sequence[int]] = ()
     warning: str = ""
 
@@ -260,6 +262,7 @@ def evidence_in(
         evaluations=[each for each in evaluations if each["weights"] == weights],
         observations=[each for each in observed if each["split"] == "train"],
         held_out=held[-1].get("losses", {}) if held else {},
+        copies=held[-1].get("copies", {}) if held else {},
         matrix=matrix if isinstance(matrix, list) else (),
         warning=warning,
     )

@@ -241,6 +241,16 @@ def dropout(evidence: LearningEvidence) -> str | None:
     return f"a rate of {min(rates):.3g}" if rates and min(rates) >= 0.8 else None
 
 
+@rule(
+    cause="held-out samples are trained on, so the score says little about new ones",
+    fix="remove them from one of the two sets; `paceline check-data` lists copies in files",
+)
+def data_leak(evidence: LearningEvidence) -> str | None:
+    """Training samples equal held-out ones."""
+    compared, equal = (evidence.copies.get(key, 0) for key in ("compared", "equal"))
+    return f"{equal} of {compared} compared" if equal >= 3 and equal >= 0.005 * compared else None
+
+
 @rule(cause="all inputs of a batch are equal", fix="look at the data set's __getitem__, and at its transforms")
 def constant_inputs(evidence: LearningEvidence) -> str | None:
     """The inputs do not differ between samples."""

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,6 +23,7 @@ from paceline.data.random_draws import uniforms
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.strategy import Heartbeat
 from paceline.host.world import World
+from paceline.learning.copies import NO_PRINTS, FingerprintCollector, Prints
 from paceline.learning.losses import LossWatcher, Parts, described, merged
 from paceline.metrics.accumulator import Accumulator, Collector, DetailedCollector, Rows
 from paceline.metrics.answers import HOW_CHOSEN, Candidate, Confusion, Examples, as_png, choose
@@ -245,6 +247,7 @@ class Evaluation:
         inputs: Mean and spread of the networks' inputs; empty for inputs without floating-point numbers, such as
             tokens.
         losses: What each loss function was given, of the moving average where there is one.
+        prints: Fingerprints of the inputs of all samples; empty where they tell nothing.
     """
 
     samples: int
@@ -253,6 +256,7 @@ class Evaluation:
     artifacts: Artifacts = field(default_factory=Artifacts)
     inputs: Mapping[str, float] = field(default_factory=dict)
     losses: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    prints: Prints = field(default_factory=lambda: NO_PRINTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +269,7 @@ class _RankScores:
     answers: RankAnswers
     inputs: Rows
     losses: Parts
+    prints: Prints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +306,7 @@ class Evaluator:
         named_metrics = self.task.recipe.evaluate.metrics
         collected = {name: (*self.task.collectors(), NamedMetrics(named_metrics)) for name in models}
         answers, inputs = AnswerCollector(self.task, self.keep), InputStatistics()
+        prints = FingerprintCollector()
         watcher, watched = LossWatcher(), "ema" if "ema" in models else next(iter(models))
         broken: list[BrokenSample] = []
         rounds, last = 0, None
@@ -315,6 +321,7 @@ class Evaluator:
                     self._join_forward_passes(models, batch)
                     continue
                 inputs.add(batch.inputs)
+                prints.add(tensors_in(batch.inputs))
                 for name, model in models.items():
                     network = self.task.evaluated(self.precision.applied_to(model))
                     cached = _CachedForward(network)
@@ -342,6 +349,7 @@ class Evaluator:
             answers=answers.part(),
             inputs=inputs.rows(),
             losses=watcher.drain(),
+            prints=prints.prints(),
         )
         parts = self.collectives.gather(local)
         totals = {name: sums[name].results([row for part in parts for row in part.rows[name]]) for name in sums}
@@ -357,6 +365,7 @@ class Evaluator:
             artifacts=self._with_details(artifacts, collected.get(self.keep.weights, ()), parts),
             inputs=mean_and_std(part.inputs for part in parts),
             losses=described(merged([part.losses for part in parts])),
+            prints=np.concatenate([part.prints for part in parts]),
         )
 
     def _with_details(

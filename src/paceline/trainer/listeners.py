@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.data.batch import Batch
 from paceline.errors import RecipeError
 from paceline.records.events import Event
+
+if TYPE_CHECKING:
+    from paceline.trainer.evaluate import Evaluation
 
 _NOTHING = nullcontext()
 
@@ -37,6 +40,10 @@ class Listener:
     def around_backward(self, batch: Batch) -> AbstractContextManager[None]:
         """Context around the backward pass of a micro-batch."""
         return _NOTHING
+
+    def for_evaluation(self, evaluation: Evaluation) -> Mapping[str, Any]:
+        """Return what to record with an evaluation."""
+        return {}
 
     def for_record(self) -> Mapping[str, float | None]:
         """Return its entries in a step record."""

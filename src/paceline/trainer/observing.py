@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from paceline.data.batch import Batch
+from paceline.data.batch import Batch, tensors_in
+from paceline.learning.copies import FingerprintCollector, count_copies
 from paceline.learning.observer import NetworkObserver, has_loss_observed, is_observed
 from paceline.records.events import Event, ObservationEvent
+from paceline.trainer.evaluate import Evaluation
 from paceline.trainer.listeners import Listener
 from paceline.trainer.step_stats import Progress
 
@@ -27,6 +29,7 @@ class LearningListener(Listener):
 
     def __init__(self, observer: NetworkObserver, progress: Progress, total_steps: int) -> None:
         self._observer, self._progress, self._total = observer, progress, total_steps
+        self._samples = FingerprintCollector()
         self._open: dict[str, int] | None = None
         self._in_full = False
         self._ended: list[tuple[dict[str, int], Callable[[], dict[str, Any]]]] = []
@@ -42,8 +45,11 @@ class LearningListener(Listener):
                 self._observer.begin(statistics=position >= _SETTLED)
 
     def around_forward(self, model: Callable[..., Any], batch: Batch) -> AbstractContextManager[None]:
-        """Observe a micro-batch's loss."""
-        return nullcontext() if self._open is None else self._observer.around_forward(model)
+        """Observe a micro-batch's loss, and note its samples."""
+        if self._open is None:
+            return nullcontext()
+        self._samples.add(tensors_in(batch.inputs))
+        return self._observer.around_forward(model)
 
     def around_backward(self, batch: Batch) -> AbstractContextManager[None]:
         """Observe the gradients after the last micro-batch."""
@@ -53,6 +59,11 @@ class LearningListener(Listener):
     def _after_backward(self) -> Iterator[None]:
         yield
         self._observer.after_backward()
+
+    def for_evaluation(self, evaluation: Evaluation) -> Mapping[str, Any]:
+        """Return what the loss was given, and how many samples of observed steps were scored too."""
+        found = {"losses": evaluation.losses, "copies": count_copies(self._samples.prints(), evaluation.prints)}
+        return {name: each for name, each in found.items() if each}
 
     def events(self) -> Iterable[Event]:
         """Return the observations since the last record; waits for the device."""

@@ -117,10 +117,9 @@ def write_evaluation(run: RecordedRun, evaluation: Evaluation, *, seconds: float
                 inputs=evaluation.inputs,
             )
         )
-    if evaluation.losses:
-        run.recorder.write(
-            ObservationEvent(**run.progress.here, split="validation", details={"losses": evaluation.losses})
-        )
+    for each in run.listeners:
+        if details := each.for_evaluation(evaluation):
+            run.recorder.write(ObservationEvent(**run.progress.here, split="validation", details=details))
     _write_artifacts(run, evaluation)
     _keep_figures(run)
     report_broken(run, list(evaluation.broken), training=False)
