@@ -119,5 +119,5 @@ def test_a_run_that_diverged_is_told_and_found(paceline_here: Call, tiny: tuple[
     rate = ("optimizer={name: sgd, lr: 30}", "train.duration=12 steps", "--run-dir", "run")
     for _ in range(2):
         done = paceline_here("train", "digits", *tiny, *rate)
-        assert (done.code, "became" in done.err) == (1, True) or "the run diverged" in done.err
+        assert (done.code, "became" in done.err) == (1, True) or "The run diverged" in done.err
     assert "spoils  diverged: " in paceline_here("doctor", "run").ended(1).out

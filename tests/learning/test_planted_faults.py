@@ -180,6 +180,21 @@ def low_rate_of_sequences(run: Runner) -> None:
     run.fit(Sequences(256), train, held_out, overrides={"optimizer.lr": 1e-9})
 
 
+@fault("rate_too_low")
+def low_rate_of_boxes(run: Runner) -> None:
+    run.recipe("shapes-maskrcnn", train__duration="8 steps", optimizer__lr=1e-9, telemetry__log_every="1 steps")
+
+
+@fault("rate_too_low")
+def low_rate_of_texts(run: Runner) -> None:
+    run.recipe("docs-topics", train__duration="30 steps", optimizer__lr=1e-9)
+
+
+@fault("rate_too_low")
+def low_rate_of_a_language_model(run: Runner) -> None:
+    run.recipe("gpt-small-docs", train__duration="30 steps", optimizer__lr=1e-9)
+
+
 @fault("rate_too_high")
 def high_rate(run: Runner) -> None:
     run.fit(Perceptron(normed=False), overrides={"optimizer.lr": 30.0})
@@ -194,6 +209,16 @@ def high_rate_of_adam(run: Runner) -> None:
 def high_rate_of_the_recipe(run: Runner) -> None:
     with pytest.raises(TrainingError):
         run.recipe("digits", train__duration="4 epochs", optimizer__lr=100.0)
+
+
+@fault("rate_too_high")
+def high_rate_of_masks(run: Runner) -> None:
+    run.recipe("shapes-segmentation", train__duration="60 steps", optimizer__lr=100.0)
+
+
+@fault("rate_too_high")
+def high_rate_of_clicks(run: Runner) -> None:
+    run.recipe("dlrm-synthetic", train__duration="100 steps", optimizer__lr=1000.0)
 
 
 @fault("rate_too_high")

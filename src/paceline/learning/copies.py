@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,18 +38,17 @@ def fingerprints(tensors: Iterable[Tensor]) -> Tensor | None:
 
 
 def _mixed(tensor: Tensor) -> tuple[Tensor, int]:
-    size = tensor[0].numel() if len(tensor) else 0
-    if not size:
-        return torch.zeros(len(tensor), dtype=torch.int64, device=tensor.device), 0
     is_float = tensor.is_floating_point()
-    # Evenly spread over a picture; from the beginning of a text, whose length depends on the batch.
-    places = torch.arange(0, size, max(size // _VALUES, 1) if is_float else 1, device=tensor.device)[:_VALUES]
-    index: tuple[Any, ...] = (slice(None), *torch.unravel_index(places, tensor.shape[1:]))
-    rows = tensor[index] if tensor.ndim > 1 else tensor[:, None]
+    if tensor.ndim == 2 and not is_float:
+        rows = tensor[:, :_VALUES]  # of a text, whose length depends on the batch
+    else:
+        most = int(_VALUES ** (1 / max(tensor.ndim - 1, 1)))
+        rows = tensor[(slice(None), *(slice(None, None, -(-length // most) or 1) for length in tensor.shape[1:]))]
+    rows = rows.flatten(1) if rows.ndim > 1 else rows[:, None]
     bits = rows.float().view(torch.int32).long() if is_float else rows.long()
-    factors = torch.arange(1, 2 * len(places), 2, device=tensor.device) * _ODD
+    factors = torch.arange(1, 2 * bits.shape[1], 2, device=tensor.device) * _ODD
     mixed = bits * factors
-    return (mixed ^ (mixed >> 29)).sum(dim=1), len(places)
+    return (mixed ^ (mixed >> 29)).sum(dim=1), bits.shape[1]
 
 
 class FingerprintCollector:
@@ -69,7 +67,8 @@ class FingerprintCollector:
 
     def prints(self) -> Prints:
         """Return all fingerprints; waits for the device."""
-        return torch.cat(self._parts).cpu().numpy() if self._parts else NO_PRINTS
+        self._parts = [torch.cat([each.cpu() for each in self._parts])] if self._parts else []
+        return self._parts[0].numpy() if self._parts else NO_PRINTS
 
 
 def count_copies(trained: Prints, held_out: Prints) -> dict[str, int]:

@@ -178,6 +178,15 @@ class LearningEvidence:
             return False
         return not self.trained.is_above_chance and self.trained.groups >= _FEW
 
+    @cached_property
+    def is_stuck(self) -> bool:
+        """Whether weights and loss hardly move; only where it is unknown what the loss is given."""
+        if self.held is not None or self.trained is not None or len(self.losses) < 2 or not self.full:
+            return False
+        half = len(self.losses) // 2
+        early, late = statistics.mean(self.losses[:half]), statistics.mean(self.losses[half:])
+        return self.moved < 1e-3 and early - late < max(0.01 * abs(early), statistics.pstdev(self.losses))
+
     @property
     def is_early(self) -> bool:
         """Whether less than half of the run is done."""
@@ -187,7 +196,7 @@ class LearningEvidence:
     @property
     def in_trouble(self) -> bool:
         """Whether something is wrong with the outcome; too early in a run nothing is."""
-        return bool(self.warning) or (not self.is_early and (self.is_at_chance or self.is_flat))
+        return bool(self.warning) or (not self.is_early and (self.is_at_chance or self.is_flat or self.is_stuck))
 
     @cached_property
     def largest_update(self) -> float:

@@ -91,11 +91,14 @@ def _outcome(evidence: LearningEvidence) -> str:
     held, trained = evidence.held, evidence.trained
     if not evidence.in_trouble:
         return ""
+    if evidence.warning:
+        said = evidence.warning.partition(";")[0].rstrip(".")
+        return said[:1].upper() + said[1:]
     if evidence.is_at_chance and held is not None:
         return f"No better than chance on held-out samples, with {held}"
     if evidence.is_flat and trained is not None:
         return f"The training loss has not fallen below that of a guess, with {trained}"
-    return evidence.warning.partition(";")[0].rstrip(".")
+    return f"The training loss has not fallen, from {evidence.losses[0]:.4g} to {evidence.losses[-1]:.4g}"
 
 
 Rule = Callable[[LearningEvidence], LearningFault | None]

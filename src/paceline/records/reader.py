@@ -131,7 +131,8 @@ def wrong_records(
     every = 1  # interval of a launch's step records, 0 if they vary; before any launch there are none
     begin = last = 0  # the launch's first position; step of the last event
     resume = [{"event": "resume", "checkpoint": resumed, "step": 0}] if resumed else []
-    events = itertools.chain(read_events(path), resume)
+    # An observation precedes its step's record.
+    events = (each for each in itertools.chain(read_events(path), resume) if each["event"] != "observation")
     for event in (each for each in events if each.get("position", each["step"]) <= until):
         kind, position = event["event"], event.get("position", event["step"])
         if kind == "checkpoint":

@@ -68,6 +68,7 @@ class LearningListener(Listener):
     def events(self) -> Iterable[Event]:
         """Return the observations since the last record; waits for the device."""
         self._end()
+        self._samples.prints()  # off the device
         ended, self._ended = self._ended, []
         found = ((here, observed()) for here, observed in ended)
         return [ObservationEvent(**here, split="train", details=details) for here, details in found if details]
