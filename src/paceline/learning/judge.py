@@ -98,7 +98,7 @@ def _outcome(evidence: LearningEvidence) -> str:
         return f"No better than chance on held-out samples, with {held}"
     if evidence.is_flat and trained is not None:
         return f"The training loss has not fallen below that of a guess, with {trained}"
-    return f"The training loss has not fallen, from {evidence.losses[0]:.4g} to {evidence.losses[-1]:.4g}"
+    return f"The training loss has not clearly fallen, from {evidence.losses[0]:.4g} to {evidence.losses[-1]:.4g}"
 
 
 Rule = Callable[[LearningEvidence], LearningFault | None]
