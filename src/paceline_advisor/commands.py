@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -192,6 +193,34 @@ class FindLr(RecipeCommand, Sweep):
 
 
 @frozen
+class MeasuredRate:
+    """A measured rate of several devices.
+
+    Attributes:
+        gpus: Their number.
+        rate: Samples per second of all together.
+    """
+
+    gpus: int
+    rate: float
+
+    @classmethod
+    def parse(cls, text: str) -> MeasuredRate:
+        """Parse ``8:16621``.
+
+        Raises:
+            ValueError: If it is not a number of GPUs and a rate.
+        """
+        match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d*\.?\d+(?:e[+-]?\d+)?)\s*", text)
+        if match is None or int(match[1]) < 2 or not 0 < float(match[2]) < math.inf:
+            raise ValueError(
+                f"found {text!r}, but a measured rate is a number of GPUs above 1 and their samples per second together: "
+                "8:16621"
+            )
+        return cls(gpus=int(match[1]), rate=float(match[2]))
+
+
+@frozen
 class ClusterOptions(RecipeCommand):
     """Options of `scale` and `plan`: the cluster, and the speed of one device on it."""
 
@@ -219,6 +248,11 @@ class ClusterOptions(RecipeCommand):
     ] = None
     one_gpu_batch: Annotated[
         OptionalCount, "Samples of the step measured for that figure; larger shares take several passes."
+    ] = None
+    gpus_measured: Annotated[
+        MeasuredRate | None,
+        Shape(metavar="K:RATE", parse=MeasuredRate.parse),
+        "Samples per second that K GPUs reached together: scales the costs of several GPUs to it.",
     ] = None
     loop: Annotated[
         Literal["paceline", "nvidia-convnets"],
@@ -257,19 +291,40 @@ class Scale(ClusterOptions):
     Samples per second, efficiency, hours and cost are predicted with DDP and FSDP. The prediction starts from one
     device's speed: yours (--throughput, --step-seconds), measured here if the cluster is this machine or has its GPU,
     or else the bound from the GPU's peak and memory. The cost of more devices is computed from the cluster's links, the
-    network's layers and the host's work. The range shows half and twice these costs, with the model's mean error on
-    unseen tables.
+    network's layers and the host's work. The range holds 90 % of published rates, each family of networks by constants
+    that were fitted to the others.
+
+    Without a recipe, --parameters describes a network that is not at hand, and --batches fits the critical batch size
+    to a table of runs.
 
     Examples:
       paceline scale digits --world-sizes 1,2 --measure
       paceline scale resnet50 --cluster dgx-a100 --throughput 2470 --batch-per-gpu 256
       paceline scale resnet50 --cluster my-cluster.yaml --step-seconds 0.11 --one-gpu-batch 256 --world-sizes 8,64
+      paceline scale --parameters 335e6 --cluster dgx-a100 --throughput 110 --batch-per-gpu 32 --gpus-measured 4:425
+      paceline scale --batches epochs-to-target.csv --at 8192
     """
+
+    recipe: Annotated[str, Shape(metavar="[RECIPE]", argument=True, recipe=True)] = ""
 
     world_sizes: Annotated[
         tuple[int, ...], Ge(1), Shape(metavar="N,..."), "Numbers of GPUs, or of processes on CPUs."
     ] = (1, 2, 4, 8)
     strategy: Annotated[Literal["both", "ddp", "fsdp"], "Strategies to predict."] = "both"
+    parameters: Annotated[
+        float | None,
+        Ge(1),
+        Shape(metavar="N"),
+        "Parameters of a network that no recipe builds; with --cluster, --batch-per-gpu and one GPU's speed.",
+    ] = None
+    batches: Annotated[
+        Path | None,
+        Shape(metavar="TABLE", path="file"),
+        "Fit steps against batch size to a CSV file with the columns batch and epochs, steps or samples to the target.",
+    ] = None
+    at: Annotated[
+        tuple[int, ...], Ge(1), Shape(metavar="N,...", only="batches"), "Batches to predict from that table."
+    ] = ()
     measure: Annotated[bool, "Run the recipe here in these sizes too, and print what was predicted."] = False
     rounds: Annotated[OptionalCount, "Rounds per measurement (default: 5)."] = None
     output: Output = None
@@ -277,7 +332,8 @@ class Scale(ClusterOptions):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Numbers of devices, ascending."""
-        return tuple(sorted(set(self.world_sizes)))
+        measured = set() if self.gpus_measured is None else {self.gpus_measured.gpus}
+        return tuple(sorted({*self.world_sizes, *measured}))
 
     @property
     def strategies(self) -> tuple[Literal["ddp", "fsdp"], ...]:
@@ -286,6 +342,21 @@ class Scale(ClusterOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        subjects = {"RECIPE": self.recipe, "--parameters": self.parameters, "--batches": self.batches}
+        given = [name for name, value in subjects.items() if value]
+        if len(given) != 1:
+            found = " and ".join(given) or "nothing"
+            raise RecipeError(f"found {found} to predict from; give one of RECIPE, --parameters and --batches.")
+        if self.parameters is not None:
+            needed = {
+                "--cluster": self.cluster is not None,
+                "--batch-per-gpu": self.batch_per_gpu is not None,
+                "one GPU's --throughput": self.has_figure,
+            }
+            if missing := [name for name, is_given in needed.items() if not is_given]:
+                raise RecipeError(f"--parameters also needs {', '.join(missing)}; add {missing[0]}.")
+            if self.measure or self.overrides:
+                raise RecipeError("--measure and KEY=VALUE need a recipe; leave them out with --parameters.")
         if self.rounds is not None and self.has_figure and not self.measure:
             raise RecipeError("--rounds has no effect here: nothing is measured without --measure. Leave it out.")
 
