@@ -300,7 +300,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
         "",
         f"All but {REFUSED}: {_words(every)}.",
         "",
-        f"Linear scaling: mean error {linear:.1%}. Mean of the families' shares in range: {result['families_in_range']:.1%}.",
+        f"Linear scaling: mean error {linear:.1%}. Mean share of a family in range: {result['families_in_range']:.1%}.",
         "",
         f"With one rate of several GPUs given: {_words(more['calibrated'])}; without it {_words(more['alone'])}.",
         "",
@@ -339,7 +339,8 @@ def _lines(result: dict[str, Any]) -> list[str]:
 
 def _words(found: dict[str, Any]) -> str:
     mean, signed = found["mean_absolute_error"], found["mean_signed_error"]
-    return f"{found['rows']} rows, mean error {mean:.1%}, signed {signed:+.1%}, {found['in_range']} in range ({found['share_in_range']:.1%})"
+    inside = f"{found['in_range']} in range ({found['share_in_range']:.1%})"
+    return f"{found['rows']} rows, mean error {mean:.1%}, signed {signed:+.1%}, {inside}"
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def test_one_document(paceline_here: Call) -> None:
     assert one["efficiency"] == pytest.approx(1)
     assert four["samples_per_second_low"] <= four["samples_per_second"] <= four["samples_per_second_high"]
     assert sum(four["parts_seconds"].values()) == pytest.approx(four["step_seconds"])
-    assert document["basis"] == "its rate as given"
+    assert document["basis"] == "1,000 samples/s in steps of 64"
     assert document["rows"][0]["cost"] is None
 
 
@@ -101,9 +101,9 @@ def test_times_and_counts_are_for_people(paceline_here: Call) -> None:
     assert [shown_hours(each) for each in (0.00128, 0.09, 0.5333, 30, 1234.5)] == [
         "4.6 s",
         "5 min 24 s",
-        "0.533",
-        "30",
-        "1,234",
+        "32 min 00 s",
+        "30 h 00 min",
+        "1,234 h",
     ]
     quick = ("batch.global_size=1024", "--cluster", "dgx-a100", "--throughput", "1e6", "--one-gpu-batch", "64")
     for command in (("scale", "--world-sizes", "2"), ("plan", "--most-gpus", "2", "--deadline", "1h")):

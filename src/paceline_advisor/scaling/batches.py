@@ -104,7 +104,7 @@ def fit_table(path: Path, asked: Sequence[int]) -> BatchTable:
     """Read a table of batches, and fit the law to it.
 
     Raises:
-        RecipeError: If the table cannot be read, a value is not a positive number, or its rows are too few for a law.
+        RecipeError: If the table cannot be read, a value is not a positive number, or a law needs more rows.
     """
     unit, rows = _read(path)
     # Samples to the target are steps times the batch; the law has the same form in epochs.
@@ -144,8 +144,7 @@ def _number(path: Path, number: int, line: Sequence[str], index: int, header: Se
         value = math.nan
     if not (0 < value < 1e15):
         raise RecipeError(
-            f"{path}, row {number}: {header[index]} is {text!r}; it must be a number above 0. Correct it, or remove the "
-            "row."
+            f"{path}, row {number}: {header[index]} is {text!r}, but it must be a number above 0; correct or remove it."
         )
     return value
 

@@ -125,10 +125,7 @@ def of_parameters(count: int, samples: int) -> ScaledRun:
         samples=samples,
         work=None,
         decodes=False,
-        notices=(
-            f"the network is assumed to have {_TENSORS} equal tensors in {_BLOCKS} blocks, and gradients of 4 bytes; data "
-            "is assumed to arrive in time",
-        ),
+        notices=(f"assumed: {_TENSORS} equal tensors in {_BLOCKS} blocks, gradients of 4 bytes, data that is ready",),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 
 from paceline.command import Log
@@ -101,7 +101,7 @@ _REASONS: Mapping[Cause, str] = {
     "launching": "each GPU's share is so small that launching its kernels costs {part}; give each GPU more samples",
     "cores": "the processes share the machine's cores, which costs {part}; use fewer",
 }
-_LOSS_TO_EXPLAIN = 0.02
+_LOSS_TO_EXPLAIN = 0.05
 
 
 @frozen
@@ -206,7 +206,6 @@ class ScaleReport:
                 cells.append("" if row.measured is None else _shown_rate(row.measured.middle))
                 cells.append("" if row.error is None else f"{row.error:+.1%}")
             rows.append(cells)
-        filled = [index for index in range(len(columns)) if any(cells[index] for cells in rows)]
         meaning = (
             "  The range holds 90 % of published rates, each family of networks by constants fitted to the others."
         )
@@ -221,11 +220,7 @@ class ScaleReport:
                 "  Given",
                 dict(self.given),
                 *(f"  note: {notice}" for notice in self.notices),
-                Table(
-                    columns=[columns[index] for index in filled],
-                    rows=[[cells[index] for index in filled] for cells in rows],
-                    caption="Predicted",
-                ),
+                filled_table(columns, rows, "Predicted"),
                 *([f"  {why}"] if (why := self.why_inefficient()) else []),
                 meaning,
             ],
@@ -273,6 +268,16 @@ class ScaleReport:
             },
             description=f"Samples per second by the number of {devices}; bars show the range of the prediction.",
         )
+
+
+def filled_table(columns: Sequence[str], rows: Sequence[Sequence[object]], caption: str) -> Table:
+    """Return a table without the columns that are empty in every row."""
+    filled = [index for index in range(len(columns)) if any(cells[index] != "" for cells in rows)]
+    return Table(
+        columns=[columns[index] for index in filled],
+        rows=[[cells[index] for index in filled] for cells in rows],
+        caption=caption,
+    )
 
 
 def shown_hours(hours: float) -> str:
@@ -498,7 +503,9 @@ class Scaling:
             if options.throughput is not None:
                 seconds = batch / options.throughput
             assert seconds is not None  # has_figure
-            one = OneDevice(seconds=seconds, samples=batch)
+            # Without a batch, the rate is that of the recipe's own step on one device.
+            is_own_step = options.throughput is not None and options.one_gpu_batch is None and 1 in self.shares
+            one = OneDevice(seconds=seconds, samples=batch, passes=self.shares[1].passes if is_own_step else 1)
             basis = f"{_shown_rate(batch / seconds)} samples/s in steps of {batch:,}"
             return dict.fromkeys(self.shares, one), basis, False
         if alone:
