@@ -457,7 +457,7 @@ def predict(
         factor: By how much the costs of several devices are larger than these, where a step of several was measured.
     """
     parts = _step(network, one, fabric, host, config, calibration)
-    added = {cause: each for cause, each in parts.items() if cause != "computing"}
+    added: dict[Cause, float] = {cause: each for cause, each in parts.items() if cause != "computing"}
     if fabric.devices > 1:
         added = {cause: each if cause == "launching" else each * factor for cause, each in added.items()}
     seconds = parts["computing"] + sum(added.values())

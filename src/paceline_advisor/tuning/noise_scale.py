@@ -191,7 +191,7 @@ class NoiseReport:
                 *([hidden] if unmeasured else []),
                 *([advice] if wide else []),
                 *([costs] if costs else []),
-                "Published supervised tasks: critical batch 0.125 to 0.75 of the noise scale; `paceline sweep-batch` measures it.",
+                "Critical batch: 0.125 to 0.75 times the interval, as published; `paceline sweep-batch` measures it.",
             ],
             on_page=[
                 chart,
