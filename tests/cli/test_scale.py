@@ -24,7 +24,8 @@ def test_a_table_with_the_clusters_name_and_what_was_assumed(paceline_here: Call
         ("8", "ddp"),
         ("8", "fsdp"),
     ]
-    assert "Predicted." in done.out
+    assert "\nPredicted\n" in done.out
+    assert "The range held 90 % of the published rates" in done.out
 
 
 def test_one_document(paceline_here: Call) -> None:
@@ -80,6 +81,17 @@ def test_a_cluster_of_ones_own(paceline_here: Call, tmp_path: Path) -> None:
     # A node of two is rented as a whole.
     assert [rates[size]["paid_devices"] for size in (1, 2, 8)] == [2, 2, 8]
     assert all(row["cost"] == pytest.approx(3 * row["paid_devices"] * row["hours"]) for row in rates.values())
+
+
+def test_a_table_of_batches_by_the_command(paceline_here: Call, tmp_path: Path) -> None:
+    (tmp_path / "runs.csv").write_text("batch,steps\n64,1000\n128,600\n256,400\n512,300\n")
+    document = paceline_here("scale", "--batches", "runs.csv", "--at", "1024", "--json").ended(0).document
+    assert document["critical_batch"]["middle"] == pytest.approx(256, rel=1e-3)
+    assert document["predicted"] == [{"batch": 1024, "steps": pytest.approx(250, rel=1e-3)}]
+    refused = paceline_here("scale", "digits", "--batches", "runs.csv").ended(2)
+    assert "found RECIPE and --batches to predict from; give one of" in refused.err
+    refused = paceline_here("scale", *SMALL, *GIVEN, "--gpus-measured", "1:5").ended(2)
+    assert "found '1:5', but a measured rate is a number of GPUs, 2 or more" in refused.err
 
 
 PLAN = ("plan", *SMALL, "--cluster", "dgx-a100", "--throughput", "1", "--one-gpu-batch", "64", "--most-gpus", "16")

@@ -206,9 +206,7 @@ class ScaleReport:
                 cells.append("" if row.measured is None else _shown_rate(row.measured.middle))
                 cells.append("" if row.error is None else f"{row.error:+.1%}")
             rows.append(cells)
-        meaning = (
-            "  The range holds 90 % of published rates, each family of networks by constants fitted to the others."
-        )
+        meaning = "  The range held 90 % of the published rates of networks that were left out of the fit."
         if self.is_bound:
             meaning = (
                 "  These are upper bounds for one GPU and its multiples, not expected rates: give one GPU's "
