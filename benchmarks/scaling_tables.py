@@ -6,7 +6,9 @@ sizes that a table does not print are those of the scripts that it names.
 
 from __future__ import annotations
 
+import csv
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,7 @@ class Published:
         precision: fp32 (on A100 TF32), fp16 (mixed, with a loss scaler) or bf16 (mixed, without).
         batch: Samples of one GPU's pass.
         passes: In a step.
+        one_passes: Passes in a step of the one GPU.
         one: Rate of one GPU.
         gpus: Of the other rate.
         rate: That rate.
@@ -34,6 +37,7 @@ class Published:
     gpus: int
     rate: float
     passes: int = 1
+    one_passes: int = 1
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,20 @@ SHAPES = {
     "jasper_10x5": Shape(327, 333e6),
     "bart_large": Shape(511, 406e6),
     "quartznet_15x5": Shape(358, 18.9e6),
+    # Those below are counted roughly, from the papers' layers.
+    "bert_base": Shape(201, 110e6),
+    "efficientdet_d0": Shape(430, 3.9e6),
+    "gnmt": Shape(44, 160.7e6),
+    "mask_rcnn_resnet50": Shape(120, 44e6),
+    "nnunet_2d": Shape(100, 41e6),
+    "nnunet_3d": Shape(90, 31e6),
+    "ssd320_resnet50": Shape(250, 34e6),
+    "tacotron2": Shape(83, 28.2e6),
+    "tft": Shape(300, 1.1e6),
+    "transformer_big": Shape(185, 210e6),
+    "transformer_xl_large": Shape(240, 257e6),
+    "unet_medical": Shape(46, 31e6),
+    "waveglow": Shape(938, 268e6),
 }
 
 
@@ -317,6 +335,29 @@ LATER = [
     *_quartznet("dgx-2", "fp16", 24, 67.95, (4, 12, 258.56), (8, 6, 495.52), (16, 3, 872.99)),
     *_quartznet("dgx-2", "fp16", 48, 67.49, (4, 6, 254.58), (8, 3, 477.87)),
 ]
+
+
+def _wide() -> list[Published]:
+    """Return the rows of ``scaling_rows.csv``: twenty more families, with the batches of their tables or scripts.
+
+    Rates in tokens, audio samples or spectrogram frames have batches in the same unit: 48 tokens per sentence pair of
+    GNMT, 384 per sequence of Transformer-XL large, 8,000 audio samples per segment of WaveGlow, about 560 frames per
+    utterance of Tacotron 2. Passes of one GPU follow from a fixed global batch, where a table has one.
+    """
+    whole = ("batch", "passes", "one_passes", "gpus")
+    with Path(__file__).with_name("scaling_rows.csv").open(newline="", encoding="utf-8") as file:
+        return [
+            Published(
+                **{key: row[key] for key in ("table", "network", "cluster", "precision")},
+                **{key: int(row[key]) for key in whole},
+                one=float(row["one"]),
+                rate=float(row["rate"]),
+            )
+            for row in csv.DictReader(file)
+        ]
+
+
+WIDE = _wide()
 
 # Goyal et al., arXiv:1706.02677: ResNet-50, 32 images on each of 8 to 352 P100 in Caffe2, fp32; a step of 44 servers
 # takes 12 % longer than that of one (section 5.5: "about 90 %" of 8 to 256). 90 epochs in one hour on 256 GPUs: 8192

@@ -24,7 +24,8 @@ def test_a_table_with_the_clusters_name_and_what_was_assumed(paceline_here: Call
         ("8", "ddp"),
         ("8", "fsdp"),
     ]
-    assert "Predicted." in done.out
+    assert "\nPredicted\n" in done.out
+    assert "The range held 90 % of the published rates" in done.out
 
 
 def test_one_document(paceline_here: Call) -> None:
@@ -37,7 +38,7 @@ def test_one_document(paceline_here: Call) -> None:
     assert one["efficiency"] == pytest.approx(1)
     assert four["samples_per_second_low"] <= four["samples_per_second"] <= four["samples_per_second_high"]
     assert sum(four["parts_seconds"].values()) == pytest.approx(four["step_seconds"])
-    assert document["basis"] == "its rate as given"
+    assert document["basis"] == "1,000 samples/s in steps of 64"
     assert document["rows"][0]["cost"] is None
 
 
@@ -82,6 +83,17 @@ def test_a_cluster_of_ones_own(paceline_here: Call, tmp_path: Path) -> None:
     assert all(row["cost"] == pytest.approx(3 * row["paid_devices"] * row["hours"]) for row in rates.values())
 
 
+def test_a_table_of_batches_by_the_command(paceline_here: Call, tmp_path: Path) -> None:
+    (tmp_path / "runs.csv").write_text("batch,steps\n64,1000\n128,600\n256,400\n512,300\n")
+    document = paceline_here("scale", "--batches", "runs.csv", "--at", "1024", "--json").ended(0).document
+    assert document["critical_batch"]["middle"] == pytest.approx(256, rel=1e-3)
+    assert document["predicted"] == [{"batch": 1024, "steps": pytest.approx(250, rel=1e-3)}]
+    refused = paceline_here("scale", "digits", "--batches", "runs.csv").ended(2)
+    assert "found RECIPE and --batches to predict from; give one of" in refused.err
+    refused = paceline_here("scale", *SMALL, *GIVEN, "--gpus-measured", "1:5").ended(2)
+    assert "found '1:5', but a measured rate is a number of GPUs, 2 or more" in refused.err
+
+
 PLAN = ("plan", *SMALL, "--cluster", "dgx-a100", "--throughput", "1", "--one-gpu-batch", "64", "--most-gpus", "16")
 
 
@@ -101,9 +113,9 @@ def test_times_and_counts_are_for_people(paceline_here: Call) -> None:
     assert [shown_hours(each) for each in (0.00128, 0.09, 0.5333, 30, 1234.5)] == [
         "4.6 s",
         "5 min 24 s",
-        "0.533",
-        "30",
-        "1,234",
+        "32 min 00 s",
+        "30 h 00 min",
+        "1,234 h",
     ]
     quick = ("batch.global_size=1024", "--cluster", "dgx-a100", "--throughput", "1e6", "--one-gpu-batch", "64")
     for command in (("scale", "--world-sizes", "2"), ("plan", "--most-gpus", "2", "--deadline", "1h")):

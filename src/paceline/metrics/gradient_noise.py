@@ -15,9 +15,14 @@ from dataclasses import asdict, dataclass
 from paceline.metrics.critical_batch import gradient_square, gradient_variance, steps_ratio
 from paceline.metrics.intervals import Interval
 
-# In table 1 of McCandlish et al. the critical batch and the simple noise scale differ by up to this factor, except for
-# the two autoencoders (20 times).
-ORDER_OF_MAGNITUDE = 10.0
+CRITICAL_SHARES = (0.125, 0.75)
+"""Smallest and largest ratio of the critical batch to the simple noise scale in table 1 of McCandlish et al., for its
+five supervised tasks at the start of training and on average. Autoencoders and reinforcement learning reach 20."""
+DECADE = 10.0
+"""Ratio of the ends of the critical batch's range from which it is too wide to choose a batch."""
+# Half the width of a 95 % interval in standard errors, with room for the noise of what it is computed from.
+_QUANTILE = 2.6
+_FEWEST_ESTIMATES = 10
 
 
 @dataclass(frozen=True)
@@ -118,14 +123,32 @@ class NoiseAverages:
         count = self.count
         if count < 2:
             return Interval(v / s, 0.0, math.inf, round(self.count))
-        # Unbiased (co)variances of the means: those of the estimates, divided by their number.
-        scale = 1 / (count - 1)
+        wide = float(stdtrit(count - 1, 0.975)) ** 2
+        vv, ss, vs = (each * wide for each in self._spreads(v, s))
+        low, high = _fieller(v, s, (vv, ss, vs))
+        return Interval(v / s, low, high, round(count))
+
+    def _spreads(self, v: float, s: float) -> tuple[float, float, float]:
+        """Return the unbiased variances of both means, and their covariance."""
+        scale = 1 / (self.count - 1)
         vv = (self.variance_variance / self.weight - v * v) * scale
         ss = (self.square_square / self.weight - s * s) * scale
-        vs = (self.variance_square / self.weight - v * s) * scale
-        wide = float(stdtrit(count - 1, 0.975)) ** 2
-        low, high = _fieller(v, s, (max(vv, 0.0) * wide, max(ss, 0.0) * wide, vs * wide))
-        return Interval(v / s, low, high, round(count))
+        return max(vv, 0.0), max(ss, 0.0), (self.variance_square / self.weight - v * s) * scale
+
+    def needed_for_a_decade(self) -> int | None:
+        """Return how many equally weighted estimates make the critical batch's range narrower than a decade.
+
+        None if that cannot be told: with fewer than two estimates, or an average that is not positive. The standard
+        error of the ratio's logarithm falls with the square root of their number (the delta method).
+        """
+        v, s = self.mean_variance, self.mean_square
+        if v is None or s is None or v <= 0 or s <= 0 or self.count < 2:
+            return None
+        vv, ss, vs = self._spreads(v, s)
+        error = math.sqrt(max(vv / v**2 + ss / s**2 - 2 * vs / (v * s), 0.0))
+        low, high = CRITICAL_SHARES
+        allowed = math.log(DECADE * low / high)
+        return max(math.ceil(self.count * (2 * _QUANTILE * error / allowed) ** 2), _FEWEST_ESTIMATES)
 
     def to_json(self) -> dict[str, float]:
         """Return the averages as one JSON object."""
@@ -156,12 +179,13 @@ def _fieller(top: float, bottom: float, spread: tuple[float, float, float]) -> t
 
 
 def critical_range(noise_scale: Interval) -> tuple[float, float]:
-    """Range of the critical batch for a measured noise scale: its interval widened by an order of magnitude.
+    """Range of the critical batch of a supervised task: the ends of its noise scale's interval by published ratios.
 
-    B_simple assumes that the loss has the same curvature in all directions, which is false. In the paper's table 1 the
-    critical batch is between 0.1 and 10 times B_simple for eight of the ten tasks, and below it for supervised ones.
+    B_simple assumes that the loss has the same curvature in all directions, which is false; see
+    :data:`CRITICAL_SHARES`.
     """
-    return noise_scale.low / ORDER_OF_MAGNITUDE, noise_scale.high * ORDER_OF_MAGNITUDE
+    low, high = CRITICAL_SHARES
+    return noise_scale.low * low, noise_scale.high * high
 
 
 def linear_rate_excess(noise_scale: float, batch: float) -> float:

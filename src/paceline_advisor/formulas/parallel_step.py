@@ -4,23 +4,26 @@ The step of one device is measured, or a lower bound. The cost of additional dev
 each cause:
 
 * *communication* that does not overlap with computing, and the slowdown of computing where it does;
+* *sharing* of power, memory and the host among the devices of a node;
 * *host* work for each parameter tensor while the device waits for it;
+* *update*: the optimizer's update, which more devices repeat after fewer passes;
 * *waiting* for the slowest device of the step;
 * *data*: a node's CPU cores supply a limited number of samples per second;
 * *launching*: a host launches a limited number of kernels per second, however small they are;
 * *cores*: processes without accelerators share the machine's cores.
 
-The constants below are the same for every network, machine and size. None of them was fitted to the rate of several
-GPUs. docs/decisions/0039 says where each comes from, and how close predictions are to published rates.
+The constants below are the same for every network, machine and size. Those of :class:`Calibration` are fitted to
+published rates of several GPUs. docs/decisions/0039 says where each comes from, and how close the predictions are for
+families of tables that were left out of the fit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import NormalDist
-from typing import Literal
+from typing import Literal, get_args
 
 from paceline_advisor import frozen
 from paceline_advisor.formulas.scaling import Fabric
@@ -186,7 +189,8 @@ def gather_around(
     return streams.timeline
 
 
-Cause = Literal["computing", "communication", "host", "waiting", "data", "launching", "cores"]
+Cause = Literal["computing", "communication", "sharing", "host", "update", "waiting", "data", "launching", "cores"]
+CAUSES = get_args(Cause)
 Strategy = Literal["ddp", "fsdp"]
 Compiled = Literal["no", "fused", "graphs"]
 _GRAPHS = 2  # one forward and one backward
@@ -213,11 +217,36 @@ LAUNCH_SECONDS = 200e-6
 around it, uncompiled: about twenty launches of ten microseconds."""
 SPREAD = 0.01
 """Standard deviation of one device's step, as a fraction of the step, if it was not measured."""
-UNCERTAINTY = 2.0
-"""Factor by which each cost that is added to one device's step may be higher or lower than predicted."""
-MODEL_UNCERTAINTY = 0.08
-"""Additional relative error of a step of several devices: the mean error on published tables that were not consulted
-before the other constants were fixed (benchmarks/scaling.py)."""
+
+
+@frozen
+class Calibration:
+    """Costs of several devices that no datasheet gives, fitted to published rates.
+
+    The defaults are fitted to all families of tables except one that its input pipeline limits (benchmarks/scaling.py).
+    They do not apply to processes that compute on CPU cores.
+
+    Attributes:
+        bytes_per_second: Rate at which a device moves gradients through its own memory while they are reduced.
+        sharing: Slowdown of a step as soon as several devices share a node, as a fraction of the step.
+        host: Fraction of the host's work per tensor for which the device waits.
+        update_bytes: Bytes of device memory that an optimizer's update moves per parameter.
+        low: 5 % quantile of the logarithm of the real over the predicted step, as a multiple of
+            :attr:`StepPrediction.doubt`.
+        high: 95 % quantile.
+    """
+
+    bytes_per_second: float = 60e9
+    sharing: float = 0.052
+    host: float = 0.34
+    update_bytes: float = 114.0
+    low: float = -0.67
+    high: float = 1.49
+
+
+CALIBRATION = Calibration()
+LEAST_DOUBT = 0.05
+"""Part of :attr:`StepPrediction.doubt` that does not depend on the step."""
 
 
 @frozen
@@ -273,6 +302,7 @@ class OneDevice:
         uncertainty: Relative error of ``seconds``, in both directions.
         spread: Standard deviation of a step, as a fraction of it.
         is_bound: Whether ``seconds`` is a lower bound instead of a measurement.
+        passes: Passes of the measured step, each as long as ``seconds`` on average.
     """
 
     seconds: float
@@ -280,6 +310,7 @@ class OneDevice:
     uncertainty: float = 0.0
     spread: float = SPREAD
     is_bound: bool = False
+    passes: int = 1
 
 
 @frozen
@@ -289,6 +320,7 @@ class Host:
     Attributes:
         waits: How often the host waits for the device in a step.
         seconds_per_tensor: Additional host time of DDP per parameter tensor and wait.
+        seconds_per_step: Additional host time of each step of several devices.
         seconds_per_sample: Time of one core to read and augment a sample; 0 if samples are prepared beforehand.
         loaders_per_device: Loader processes of each device; None for as many as there are cores.
         cores_per_device: Physical cores for each device; None if unknown.
@@ -298,6 +330,7 @@ class Host:
 
     waits: int = 0
     seconds_per_tensor: float = HOST_SECONDS
+    seconds_per_step: float = 0.0
     seconds_per_sample: float = 0.0
     loaders_per_device: int | None = None
     cores_per_device: float | None = None
@@ -327,6 +360,8 @@ class ParallelConfig:
         regathered: Whether FSDP gathers weights again for the backward pass.
         taken: Fraction of compute that a message in flight uses; None to derive it from the multiprocessors.
         launched: Fraction of the launch time that remains with compilation, in [0, 1].
+        parameters: Trained parameters of which each device updates its copy.
+        memory_bytes_per_second: Peak rate of a device's memory; None if unknown.
     """
 
     strategy: Strategy
@@ -337,6 +372,8 @@ class ParallelConfig:
     regathered: bool = True
     taken: float | None = None
     launched: float = 1.0
+    parameters: float = 0.0
+    memory_bytes_per_second: float | None = None
 
 
 @frozen
@@ -347,8 +384,8 @@ class StepPrediction:
         devices: Their number.
         samples: Samples in the step.
         seconds: Duration of the step.
-        low_seconds: Lower end of the predicted range: all added costs lower than expected.
-        high_seconds: Upper end of the range: all added costs higher than expected.
+        low_seconds: Lower end of the 90 % range.
+        high_seconds: Upper end of the 90 % range.
         parts: Seconds by cause; their sum is ``seconds``.
         limit: The largest cause other than computing; ``computing`` if no other cause exceeds 1 % of the step.
         single_rate: Samples per second of one device, from its measurement or bound.
@@ -378,6 +415,16 @@ class StepPrediction:
         """Rate relative to that many single devices."""
         return self.rate / (self.single_rate * self.devices)
 
+    @property
+    def doubt(self) -> float:
+        """Scale of the prediction's error: it grows with the part of the step that is predicted instead of measured."""
+        return LEAST_DOUBT + 1 - self.parts["computing"] / self.seconds
+
+    def factor_for(self, rate: float) -> float:
+        """Return the factor of the costs of several devices with which this step has a measured rate; at least 0."""
+        alone = self.parts["computing"] + self.parts["launching"]
+        return max(0.0, (self.samples / rate - alone) / max(self.seconds - alone, 1e-12))
+
 
 def slowest_of(devices: int) -> float:
     """Expected time of the slowest of several devices, in standard deviations above the mean.
@@ -388,31 +435,52 @@ def slowest_of(devices: int) -> float:
     return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
 
-def predict(network: Network, one: OneDevice, fabric: Fabric, host: Host, config: ParallelConfig) -> StepPrediction:
-    """Predict the step of ``fabric.devices`` devices."""
-    middle = _step(network, one, fabric, host, config, uncertainty=1.0)
-    low = _step(network, _scaled(one, 1 / (1 + one.uncertainty)), fabric, host, config, uncertainty=1 / UNCERTAINTY)
-    high = _step(network, _scaled(one, 1 + one.uncertainty), fabric, host, config, uncertainty=UNCERTAINTY)
-    seconds = sum(middle.values())
-    # The range never goes below the time that the device needs at least.
-    floor = one.seconds * config.micro_batch / one.samples * config.passes if one.is_bound else 0.0
-    beyond = 1 + (MODEL_UNCERTAINTY if fabric.devices > 1 else 0.0)
-    causes = {cause: each for cause, each in middle.items() if cause != "computing"}
-    dominant = max(causes, key=lambda cause: causes[cause])
-    return StepPrediction(
+def predict(
+    network: Network,
+    one: OneDevice,
+    fabric: Fabric,
+    host: Host,
+    config: ParallelConfig,
+    *,
+    calibration: Calibration = CALIBRATION,
+    factor: float = 1.0,
+) -> StepPrediction:
+    """Predict the step of ``fabric.devices`` devices.
+
+    Args:
+        network: The network.
+        one: The measurement of one device.
+        fabric: The devices and their links.
+        host: The host.
+        config: How the devices divide a step.
+        calibration: Fitted costs.
+        factor: By how much the costs of several devices are larger than these, where a step of several was measured.
+    """
+    parts = _step(network, one, fabric, host, config, calibration)
+    added: dict[Cause, float] = {cause: each for cause, each in parts.items() if cause != "computing"}
+    if fabric.devices > 1:
+        added = {cause: each if cause == "launching" else each * factor for cause, each in added.items()}
+    seconds = parts["computing"] + sum(added.values())
+    dominant = max(added, key=lambda cause: added[cause])
+    found = StepPrediction(
         devices=fabric.devices,
         samples=config.micro_batch * config.passes * fabric.devices,
         seconds=seconds,
-        low_seconds=max(floor, sum(low.values()) / beyond),
-        high_seconds=sum(high.values()) * beyond,
-        parts=middle,
-        limit=dominant if causes[dominant] > seconds / 100 else "computing",
+        low_seconds=seconds / (1 + one.uncertainty),
+        high_seconds=seconds * (1 + one.uncertainty),
+        parts={"computing": parts["computing"], **added},
+        limit=dominant if added[dominant] > seconds / 100 else "computing",
         single_rate=one.samples / one.seconds,
     )
-
-
-def _scaled(one: OneDevice, factor: float) -> OneDevice:
-    return replace(one, seconds=one.seconds * factor)
+    if fabric.devices == 1:
+        return found
+    # The range never goes below the time that the device needs at least.
+    floor = one.seconds * config.micro_batch / one.samples * config.passes if one.is_bound else 0.0
+    return replace(
+        found,
+        low_seconds=max(floor, found.low_seconds * math.exp(found.doubt * calibration.low)),
+        high_seconds=found.high_seconds * math.exp(found.doubt * calibration.high),
+    )
 
 
 def _computing(network: Network, one: OneDevice, host: Host, config: ParallelConfig) -> tuple[float, float]:
@@ -425,7 +493,7 @@ def _computing(network: Network, one: OneDevice, host: Host, config: ParallelCon
 
 
 def _step(
-    network: Network, one: OneDevice, fabric: Fabric, host: Host, config: ParallelConfig, *, uncertainty: float
+    network: Network, one: OneDevice, fabric: Fabric, host: Host, config: ParallelConfig, calibration: Calibration
 ) -> dict[Cause, float]:
     devices = fabric.devices
     single, launching = _computing(network, one, host, config)
@@ -434,39 +502,55 @@ def _step(
         # With more threads than cores, threads wait for one another.
         local = min(devices, fabric.per_node)
         crowded = single * max(0.0, local * host.threads / (host.cores_per_device * fabric.per_node) - 1)
-    parts: dict[Cause, float] = {
-        "computing": (pass_seconds - launching) * config.passes,
-        "launching": launching * config.passes,
-        "cores": crowded * config.passes,
-        "communication": 0.0,
-        "host": 0.0,
-        "waiting": 0.0,
-        "data": 0.0,
-    }
+    parts: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
+    parts["computing"] = (pass_seconds - launching) * config.passes
+    parts["launching"] = launching * config.passes
+    parts["cores"] = crowded * config.passes
     if devices > 1:
-        timeline = _timeline(network, fabric, config, pass_seconds + crowded, uncertainty)
+        tensor_share = 1.0
+        if not host.shares_cores:
+            tensor_share = calibration.host
+            parts["sharing"] = calibration.sharing * pass_seconds * config.passes
+            parts["update"] = _update(one, config, calibration)
+            # A byte crosses the link and the device's own memory, one after the other.
+            rate = 1 / (1 / fabric.within.bytes_per_second + 1 / calibration.bytes_per_second)
+            fabric = replace(fabric, within=replace(fabric.within, bytes_per_second=rate))
+        timeline = _timeline(network, fabric, config, pass_seconds + crowded)
         parts["communication"] = timeline.exposed_seconds + timeline.stretched_seconds
-        parts["host"] = network.tensors * host.seconds_per_tensor * host.waits * uncertainty
+        parts["host"] = network.tensors * host.seconds_per_tensor * host.waits * tensor_share + host.seconds_per_step
         noise = one.spread * (pass_seconds + crowded) * config.passes**0.5
-        parts["waiting"] = noise * slowest_of(devices) * uncertainty
+        parts["waiting"] = noise * slowest_of(devices)
     supply = host.supply_per_second(devices, fabric.per_node)
     if supply is not None and devices > 1:
-        needed = config.micro_batch * config.passes * devices / supply * uncertainty
+        needed = config.micro_batch * config.passes * devices / supply
         parts["data"] = max(0.0, needed - sum(parts.values()))
     return parts
 
 
-def _timeline(
-    network: Network, fabric: Fabric, config: ParallelConfig, pass_seconds: float, uncertainty: float
-) -> Timeline:
+def _update(one: OneDevice, config: ParallelConfig, calibration: Calibration) -> float:
+    """Return how much longer a step's update takes than is part of as many of the measured passes."""
+    if config.memory_bytes_per_second is None:
+        return 0.0
+    seconds = config.parameters * calibration.update_bytes / config.memory_bytes_per_second
+    return seconds * max(0.0, 1 - config.passes / one.passes)
+
+
+def _timeline(network: Network, fabric: Fabric, config: ParallelConfig, pass_seconds: float) -> Timeline:
     taken = config.taken
     if taken is None:
         taken = UNITS_OF_A_COLLECTIVE / (config.units_per_device or UNKNOWN_UNITS)
     backward = pass_seconds * BACKWARD_SHARE
     if config.strategy == "ddp":
-        sent = buckets(network.gradients, config.bucket_bytes)
-        return reduce_behind(sent, backward, lambda size: fabric.all_reduce_seconds(size) * uncertainty, taken)
-    gathering = partial(gather_around, network.units, pass_seconds - backward, backward, regathered=config.regathered)
-    one = gathering(lambda size: fabric.all_gather_seconds(size) * uncertainty, taken=taken)
+        return reduce_behind(
+            buckets(network.gradients, config.bucket_bytes), backward, fabric.all_reduce_seconds, taken
+        )
+    one = gather_around(
+        network.units,
+        pass_seconds - backward,
+        backward,
+        fabric.all_gather_seconds,
+        taken=taken,
+        regathered=config.regathered,
+    )
     times = config.passes
     return Timeline(one.busy_seconds * times, one.exposed_seconds * times, one.stretched_seconds * times)

@@ -110,6 +110,25 @@ def describe(recipe: Recipe, samples: int | None = None) -> ScaledRun:
     )
 
 
+_TENSORS, _BLOCKS = 200, 20
+
+
+def of_parameters(count: int, samples: int) -> ScaledRun:
+    """Return a network of equal tensors and blocks, of which only the number of parameters is known."""
+    tensor, block = _FP32_BYTES * count / _TENSORS, _FP32_BYTES * count / _BLOCKS
+    return ScaledRun(
+        network=Network(
+            gradients=tuple(Gradient(tensor, (index + 1) / _TENSORS) for index in range(_TENSORS)),
+            units=tuple(Unit(block, block, 1 / _BLOCKS) for _ in range(_BLOCKS)),
+        ),
+        numbers=ParameterNumbers(count, count),
+        samples=samples,
+        work=None,
+        decodes=False,
+        notices=(f"assumed: {_TENSORS} equal tensors in {_BLOCKS} blocks, gradients of 4 bytes, data that is ready",),
+    )
+
+
 def _opened(recipe: Recipe) -> tuple[Subject, str]:
     """Open the task and its data; where that is missing, typical data, and a sentence that says so.
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from paceline.command import Log
 from paceline.errors import PacelineError, RecipeError
 from paceline.host.machine import available_cores
-from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.plan.batching import usable_processes
 from paceline.plan.rates import lr_factor
@@ -18,7 +17,7 @@ from paceline.recipe.schema import Recipe
 from paceline_advisor import Json, as_json, frozen, picked
 from paceline_advisor.commands import PlanTraining
 from paceline_advisor.scaling.room import Room, cluster_of, rooms
-from paceline_advisor.scaling.study import MOST_HERE, ScaleReport, Scaling, ScalingRow, shown_hours
+from paceline_advisor.scaling.study import MOST_HERE, ScaleReport, Scaling, ScalingRow, filled_table, shown_hours
 
 LARGEST_WITHOUT_LOSS = 8192
 """Largest batch, in samples, that costs ResNet-50 no accuracy in as many epochs of ImageNet (Goyal et al. 2017)."""
@@ -28,7 +27,7 @@ training (McCandlish et al. 2018, table 1)."""
 
 
 _COLUMNS = (
-    *("GPUs", "strategy", "batch", "lr", "samples/s", "efficiency", "hours", "hours at worst", "cost"),
+    *("GPUs", "strategy", "batch", "lr", "samples/s", "efficiency", "time", "time at worst", "cost"),
     *("cost at worst", "limited by"),
 )
 
@@ -41,6 +40,7 @@ class Choice:
         row: Its prediction.
         reason: Why this strategy.
         learning_rate: Learning rate to use.
+        hours: Predicted hours.
         high_hours: Hours at the upper end of the predicted range.
         high_cost: Cost in dollars at that end; None without a price.
         room: What fits on the device; None if its memory is unknown.
@@ -50,6 +50,7 @@ class Choice:
     row: ScalingRow
     reason: str
     learning_rate: float
+    hours: float
     high_hours: float
     high_cost: float | None
     room: Room | None = None
@@ -91,7 +92,7 @@ class Choice:
         found, row = self.row.prediction, self.row
         return (
             *(found.devices, row.strategy, f"{row.batch:,}", f"{self.learning_rate:g}", f"{found.rate:,.0f}"),
-            *(f"{found.efficiency:.1%}", shown_hours(row.hours), shown_hours(self.high_hours)),
+            *(f"{found.efficiency:.1%}", shown_hours(self.hours), shown_hours(self.high_hours)),
             *("" if cost is None else f"${cost:,.2f}" for cost in (row.cost, self.high_cost)),
             found.limit if self.has_room else "memory: does not fit",
         )
@@ -168,14 +169,14 @@ class TrainingPlan:
             "memory": "" if choice.room is None else choice.room.why,
             "global batch": f"{choice.row.batch:,}" + f" instead of the recipe's {self.recipe_batch:,}" * grown,
             "learning rate": f"{choice.learning_rate:g}" + f" instead of the recipe's {self.recipe_lr:g}" * grown,
-            "hours": f"{shown_hours(choice.row.hours)}, at worst {shown_hours(choice.high_hours)}",
+            "time": f"{shown_hours(choice.hours)}, at worst {shown_hours(choice.high_hours)}",
             "cost": "" if choice.row.cost is None else f"${choice.row.cost:,.2f}, at worst ${choice.high_cost:,.2f}",
             "warning": choice.warning,
         }
         return Shown(
             title=f"GPUs for {self.report.recipe} on {cluster.title}",
             blocks=[
-                Table(columns=_COLUMNS, rows=[each.table_row() for each in self.choices]),
+                filled_table(_COLUMNS, [each.table_row() for each in self.choices], ""),
                 *remarks,
                 {name: text for name, text in pairs.items() if text},
                 f"  Not predicted: one GPU ({self.report.basis}), batch, price. Everything else is predicted.",
@@ -222,6 +223,7 @@ def plan_training(options: PlanTraining, log: Log) -> TrainingPlan:
         if room is not None and room.strategy != strategy:
             strategy, reason = room.strategy, room.why
         row = next((row for row in rows if row.strategy == strategy), rows[0])
+        assert row.hours is not None  # a recipe has a length
         hours = row.hours * row.prediction.high_seconds / row.prediction.seconds
         rate, warning = _rate(row.batch, recipe_batch, recipe, options)
         choices.append(
@@ -229,6 +231,7 @@ def plan_training(options: PlanTraining, log: Log) -> TrainingPlan:
                 row=row,
                 reason=reason,
                 learning_rate=rate,
+                hours=row.hours,
                 high_hours=hours,
                 high_cost=None if row.cost is None else row.cost * hours / row.hours,
                 room=room,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 
 from paceline.command import Log
@@ -17,7 +17,7 @@ from paceline.pages.shown import Shown
 from paceline.parsing.units import format_seconds
 from paceline.plan.compute import WITH_GRAPHS
 from paceline.plugins.registry import load
-from paceline.recipe.load import LoadedRecipe
+from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.schema import Recipe
 from paceline_advisor import Json, as_json, frozen, picked
 from paceline_advisor.apply import with_values
@@ -26,6 +26,7 @@ from paceline_advisor.commands import Scale
 from paceline_advisor.formulas.parallel_step import (
     HOST_SECONDS,
     OWN_HOST_SECONDS,
+    Cause,
     Compiled,
     Host,
     OneDevice,
@@ -36,7 +37,8 @@ from paceline_advisor.formulas.parallel_step import (
 )
 from paceline_advisor.formulas.scaling import Fabric
 from paceline_advisor.launches import check_alone
-from paceline_advisor.scaling.network import ScaledRun, describe
+from paceline_advisor.scaling.batches import BatchTable, fit_table
+from paceline_advisor.scaling.network import ScaledRun, describe, of_parameters
 from paceline_advisor.scaling.room import (
     Share,
     cluster_of,
@@ -88,7 +90,18 @@ _HOUR = 3600
 
 MOST_HERE = 16
 _ROUNDS = 5
-_COLUMNS = ("strategy", "batch", "passes", "samples/s", "range", "efficiency", "hours", "cost", "limited by")
+_COLUMNS = ("strategy", "batch", "passes", "samples/s", "90 % range", "efficiency", "time", "cost", "limited by")
+_REASONS: Mapping[Cause, str] = {
+    "communication": "gradients between the GPUs cost {part}; accumulate more, compress them, or use a faster network",
+    "sharing": "sharing a node's power, memory and host costs {part}, as on most published machines",
+    "host": "the host's work for each tensor costs {part}; bf16 instead of fp16 avoids most of it",
+    "update": "the optimizer's update costs {part}, since fewer passes share it; accumulate more",
+    "waiting": "waiting for the slowest GPU costs {part}",
+    "data": "the nodes' cores cannot decode more samples, which costs {part}; pack the data, or add cores",
+    "launching": "each GPU's share is so small that launching its kernels costs {part}; give each GPU more samples",
+    "cores": "the processes share the machine's cores, which costs {part}; use fewer",
+}
+_LOSS_TO_EXPLAIN = 0.05
 
 
 @frozen
@@ -100,7 +113,7 @@ class ScalingRow:
         prediction: The predicted step.
         batch: Samples of a step, at most those of the data.
         passes: Passes of each device per step.
-        hours: Hours of the whole training.
+        hours: Hours of the whole training; None if its length is unknown.
         paid: Devices that are paid for: whole nodes, unless nodes are shared.
         cost: Cost of the whole training in dollars; None without a price.
         measured: Measured samples per second, if it was run.
@@ -110,7 +123,7 @@ class ScalingRow:
     prediction: StepPrediction
     batch: int
     passes: int
-    hours: float
+    hours: float | None
     paid: int
     cost: float | None
     measured: Interval | None = None
@@ -150,6 +163,7 @@ class ScaleReport:
     Attributes:
         recipe: Name of the recipe.
         cluster: The cluster.
+        given: What is given, by its name: one device's rate, and a rate of several.
         basis: Source of one device's rate, in words.
         is_bound: Whether that rate is only an upper bound; all rates are then upper bounds.
         precision: The precision.
@@ -167,6 +181,7 @@ class ScaleReport:
     parameters: int
     rows: tuple[ScalingRow, ...]
     price_per_gpu_hour: float | None
+    given: Mapping[str, str]
     notices: tuple[str, ...] = field(default_factory=tuple)
 
     def to_json(self) -> Json:
@@ -182,15 +197,16 @@ class ScaleReport:
         for row in self.rows:
             found = row.prediction
             cells = [
-                *(found.devices, row.strategy, f"{row.batch:,}", row.passes, _shown_rate(found.rate)),
-                *(" – ".join(map(_shown_rate, found.ends)), f"{found.efficiency:.1%}", shown_hours(row.hours)),
+                *(str(found.devices), row.strategy, f"{row.batch:,}", str(row.passes), _shown_rate(found.rate)),
+                "" if found.devices == 1 else " – ".join(map(_shown_rate, found.ends)),
+                *(f"{found.efficiency:.1%}", "" if row.hours is None else shown_hours(row.hours)),
                 *("" if row.cost is None else f"${row.cost:,.2f}", found.limit),
             ]
             if measured:
                 cells.append("" if row.measured is None else _shown_rate(row.measured.middle))
                 cells.append("" if row.error is None else f"{row.error:+.1%}")
             rows.append(cells)
-        meaning = "  Predicted. The range: added costs of more devices halved or doubled, and a model error of 8 %."
+        meaning = "  The range held 90 % of the published rates of networks that were left out of the fit."
         if self.is_bound:
             meaning = (
                 "  These are upper bounds for one GPU and its multiples, not expected rates: give one GPU's "
@@ -199,12 +215,28 @@ class ScaleReport:
         return Shown(
             title=f"{self.recipe} ({self.parameters:,} parameters, {self.precision}) on {self.cluster.title}",
             blocks=[
-                f"  one device: {self.basis}",
+                "  Given",
+                dict(self.given),
                 *(f"  note: {notice}" for notice in self.notices),
-                Table(columns=columns, rows=rows, caption=""),
+                filled_table(columns, rows, "Predicted"),
+                *([f"  {why}"] if (why := self.why_inefficient()) else []),
                 meaning,
             ],
             on_page=[self._chart(devices)],
+        )
+
+    def why_inefficient(self) -> str:
+        """Return the main reason for the lowest efficiency as a sentence; empty if little is lost."""
+        row = min(self.rows, key=lambda each: each.prediction.efficiency)
+        found = row.prediction
+        if found.efficiency > 1 - _LOSS_TO_EXPLAIN or found.limit == "computing":
+            return ""
+        devices = "processes" if self.cluster.shares_cores else "GPUs"
+        seconds = found.parts[found.limit]
+        part = f"{seconds / found.seconds:.0%} of a step ({1000 * seconds:.3g} of {1000 * found.seconds:.3g} ms)"
+        return (
+            f"{found.devices} {devices} with {row.strategy} reach {found.efficiency:.0%} of linear scaling: "
+            f"{_REASONS[found.limit].format(part=part)}."
         )
 
     def _chart(self, devices: str) -> Chart:
@@ -236,23 +268,38 @@ class ScaleReport:
         )
 
 
+def filled_table(columns: Sequence[str], rows: Sequence[Sequence[object]], caption: str) -> Table:
+    """Return a table without the columns that are empty in every row."""
+    filled = [index for index in range(len(columns)) if any(cells[index] != "" for cells in rows)]
+    return Table(
+        columns=[columns[index] for index in filled],
+        rows=[[cells[index] for index in filled] for cells in rows],
+        caption=caption,
+    )
+
+
 def shown_hours(hours: float) -> str:
-    """Format hours for a table; less than six minutes with their unit."""
-    if hours < 0.1:
-        return format_seconds(_HOUR * hours)
-    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+    """Format hours for people: ``4.6 s``, ``32 min 00 s``, ``1 h 06 min``, ``1,234 h``."""
+    return f"{hours:,.0f} h" if hours >= 100 else format_seconds(_HOUR * hours)
 
 
 def _shown_rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def scale(options: Scale, log: Log) -> ScaleReport:
-    """Predict the scaling, and measure as far as this machine allows.
+def scale(options: Scale, log: Log) -> ScaleReport | BatchTable:
+    """Predict the scaling, and measure as far as this machine allows; or fit a table of batches.
 
     Raises:
         PacelineError: If a setting is unknown, or settings are incompatible.
     """
+    if options.batches is not None:
+        return fit_table(options.batches, options.at)
+    if options.parameters is not None:
+        # The recipe gives DDP's and FSDP's defaults, and the precision.
+        loaded = replace(load_recipe("synthetic"), name="a network that is not at hand")
+        subject = of_parameters(round(options.parameters), options.samples or 0)
+        return Scaling(loaded, options, log, subject).report()
     loaded = options.load()
     report = Scaling(loaded, options, log).report()
     return replace(report, notices=(*loaded.notices, *report.notices))
@@ -342,9 +389,19 @@ class Scaling:
         if self.cluster.shares_cores and options.cluster is None:
             links = {size: probe(size) for size in options.sizes if size > 1}
         price = options.price_per_gpu_hour or self.cluster.price_per_device_hour
+        factor, given = 1.0, {"one device": basis}
+        if (measured := options.gpus_measured) is not None:
+            size, rate = measured.gpus, measured.rate
+            row = self._row(self.shares[size], measured_strategy, ones[size], links.get(size), price, 1.0)
+            factor = row.prediction.factor_for(rate)
+            together |= {size: Interval(rate, rate, rate, 1)}
+            given[f"{size} devices"] = (
+                f"{_shown_rate(rate)} samples/s; {_shown_rate(row.prediction.rate)} were predicted, so the costs of "
+                f"several devices are multiplied by {factor:.2g}"
+            )
         rows = [
             replace(
-                self._row(share, strategy, ones[size], links.get(size), price),
+                self._row(share, strategy, ones[size], links.get(size), price, factor),
                 measured=together.get(size) if strategy == measured_strategy else None,
             )
             for size, share in self.shares.items()
@@ -368,11 +425,12 @@ class Scaling:
             parameters=self.subject.numbers.trained,
             rows=tuple(rows),
             price_per_gpu_hour=price,
+            given=given,
             notices=tuple(notices),
         )
 
     def _row(
-        self, share: Share, strategy: Strategy, one: OneDevice, link: Link | None, price: float | None
+        self, share: Share, strategy: Strategy, one: OneDevice, link: Link | None, price: float | None, factor: float
     ) -> ScalingRow:
         size = share.devices
         host = replace(self._host, threads=self._threads(size)) if self._host.shares_cores else self._host
@@ -386,14 +444,13 @@ class Scaling:
             # On cores, communication competes with computation for all of them.
             taken=1.0 if self._host.shares_cores else None,
             launched=self.subject.launches.share(_compiled(self._recipe)),
+            parameters=self.subject.numbers.trained,
+            memory_bytes_per_second=None if self.device is None else self.device.bytes_per_second,
         )
-        found = predict(self.subject.network, one, fabric_of(self.cluster, size, link), host, config)
-        duration, epoch = self._recipe.train.duration, self.subject.samples
-        batch = min(found.samples, epoch)
-        samples = duration.value * epoch
-        if duration.unit != "epochs":
-            samples = duration.to_steps(samples_per_epoch=epoch, global_batch_size=batch) * batch
-        hours = samples / found.rate / _HOUR
+        found = predict(self.subject.network, one, fabric_of(self.cluster, size, link), host, config, factor=factor)
+        epoch = self.subject.samples
+        batch = min(found.samples, epoch) if epoch else found.samples
+        hours = self._samples(batch) / found.rate / _HOUR if epoch else None
         paid = size if self._options.shared_node else self.cluster.nodes(size) * self.cluster.devices_per_node
         return ScalingRow(
             strategy="single" if size == 1 else strategy,
@@ -402,8 +459,17 @@ class Scaling:
             passes=share.passes,
             hours=hours,
             paid=paid,
-            cost=None if price is None else hours * paid * price,
+            cost=None if price is None or hours is None else hours * paid * price,
         )
+
+    def _samples(self, batch: int) -> float:
+        """Return the samples of the whole training; of one epoch without a recipe."""
+        duration, epoch = self._recipe.train.duration, self.subject.samples
+        if self._options.parameters is not None:
+            return epoch
+        if duration.unit == "epochs":
+            return duration.value * epoch
+        return duration.to_steps(samples_per_epoch=epoch, global_batch_size=batch) * batch
 
     def _threads(self, size: int) -> int:
         threads = self._recipe.parallel.threads
@@ -435,8 +501,11 @@ class Scaling:
             if options.throughput is not None:
                 seconds = batch / options.throughput
             assert seconds is not None  # has_figure
-            one = OneDevice(seconds=seconds, samples=batch)
-            return dict.fromkeys(self.shares, one), "its rate as given", False
+            # Without a batch, the rate is that of the recipe's own step on one device.
+            is_own_step = options.throughput is not None and options.one_gpu_batch is None and 1 in self.shares
+            one = OneDevice(seconds=seconds, samples=batch, passes=self.shares[1].passes if is_own_step else 1)
+            basis = f"{_shown_rate(batch / seconds)} samples/s in steps of {batch:,}"
+            return dict.fromkeys(self.shares, one), basis, False
         if alone:
             return alone, f"one process measured here, in {options.rounds or _ROUNDS} rounds", False
         return self._bounds()

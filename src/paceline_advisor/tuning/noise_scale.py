@@ -26,7 +26,14 @@ from paceline.distributed.environment import read_launch
 from paceline.distributed.strategy import Replicas
 from paceline.errors import CheckpointError, RecipeError, RunDirectoryError, UnreadableError
 from paceline.metrics.critical_batch import examples_ratio, steps_ratio
-from paceline.metrics.gradient_noise import NoiseAverages, NoiseEstimate, critical_range, estimate, linear_rate_excess
+from paceline.metrics.gradient_noise import (
+    DECADE,
+    NoiseAverages,
+    NoiseEstimate,
+    critical_range,
+    estimate,
+    linear_rate_excess,
+)
 from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
 from paceline.plan.batching import fixed_logical_ranks, with_nearest_ghost_size
@@ -64,11 +71,24 @@ class NoisePoint:
     averages: NoiseAverages
     steps: int
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether the critical batch's range spans a decade or more."""
+        found = self.averages.noise_scale()
+        return found is None or (ends := critical_range(found))[1] >= DECADE * ends[0]
+
+    @property
+    def steps_needed(self) -> int | None:
+        """Batches to measure for a range narrower than a decade; None if it is, or if they cannot be told."""
+        needed = self.averages.needed_for_a_decade() if self.is_wide else None
+        return None if needed is None else max(needed, self.steps + 1)
+
     def to_json(self) -> Json:
         """Return the point as one JSON object."""
         found = self.averages.noise_scale()
         low, high = (None, None) if found is None else critical_range(found)
         return {
+            "steps_needed": self.steps_needed,
             "step": self.step,
             "steps_measured": self.steps,
             "noise_scale": found,
@@ -129,6 +149,12 @@ class NoiseReport:
         ]
         unmeasured = len(self.points) - len(measured)
         hidden = f"At {unmeasured} of {len(self.points)} points the noise hides the gradient."
+        wide = [each.steps_needed for each in self.points if each.is_wide and each.averages.noise_scale() is not None]
+        advice = f"The range spans a decade or more at {len(wide)} of {len(self.points)} points; "
+        if needed := [each for each in wide if each is not None]:
+            advice += f"--steps {max(needed):,} should make it narrower."
+        else:
+            advice += "give more --steps."
         costs = {}
         if (ratios := self.costs()) is not None:
             costs = {
@@ -163,8 +189,9 @@ class NoiseReport:
                     caption=f"Measured, in {self.unit}",
                 ),
                 *([hidden] if unmeasured else []),
+                *([advice] if wide else []),
                 *([costs] if costs else []),
-                "The critical batch is of the noise scale's order of magnitude; `paceline sweep-batch` measures it.",
+                "Critical batch: 0.125 to 0.75 times the interval, as published; `paceline sweep-batch` measures it.",
             ],
             on_page=[
                 chart,

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from paceline.errors import RecipeError, TrainingError
-from paceline.pages.page import Chart
+from paceline.pages.page import Chart, Table
 from paceline.pages.shown import write_result
 from paceline.recipe.load import load_recipe
 from paceline_advisor.commands import Scale
-from paceline_advisor.scaling.study import ScaleReport, Scaling, ScalingRow
+from paceline_advisor.measured_rate import MeasuredRate
+from paceline_advisor.scaling.study import ScaleReport, Scaling, ScalingRow, scale
 
 SMALL = "model.options={width: 4, stages: 1}"
 
@@ -111,3 +112,53 @@ def test_the_page_has_each_strategy_beside_an_even_share(tmp_path: Path) -> None
     rates = {row.strategy: row.prediction.rate for row in report.rows if row.prediction.devices == 8}
     assert {name: traces[name]["y"][-1] for name in ("ddp", "fsdp")} == rates
     assert "samples/s" in write_result(tmp_path, "scale", report)[1].read_text()
+
+
+def test_a_measured_rate_of_several_gpus_scales_the_others() -> None:
+    def rows(**given: Any) -> dict[int, ScalingRow]:
+        requested = Scale(
+            recipe="digits", world_sizes=(2, 8), cluster="dgx-a100", strategy="ddp", batch_per_gpu=64, **given
+        )
+        report = Scaling(load_recipe("digits", (SMALL,)), replace(requested, overrides=(SMALL,)), print).report()
+        return {row.prediction.devices: row for row in report.rows}
+
+    alone = rows(throughput=5000)
+    measured = MeasuredRate(gpus=4, rate=0.7 * 4 * 5000)
+    found = rows(throughput=5000, gpus_measured=measured)
+    assert found[4].prediction.rate == pytest.approx(measured.rate)
+    assert found[4].error == pytest.approx(0)
+    assert found[8].prediction.efficiency < 0.75 < alone[8].prediction.efficiency
+    assert found[8].measured is None
+
+
+def test_the_reason_for_a_low_efficiency_is_a_sentence() -> None:
+    why = _report("digits", SMALL, throughput=5000, one_gpu_batch=64).why_inefficient()
+    assert why.startswith("8 GPUs with ddp reach")
+    assert "launching its kernels costs" in why
+    assert why.endswith("give each GPU more samples.")
+
+
+def test_columns_without_values_are_left_out() -> None:
+    report = _report("digits", SMALL, throughput=5000, one_gpu_batch=64)
+    (table,) = (each for each in report.__paceline__().blocks if isinstance(each, Table))
+    assert "cost" not in table.columns
+    assert "time" in table.columns
+
+
+def test_a_network_that_is_not_at_hand() -> None:
+    requested = Scale(
+        parameters=335e6, world_sizes=(1, 8), cluster="dgx-a100", throughput=110.5, batch_per_gpu=32, strategy="ddp"
+    )
+    report = scale(requested, print)
+    assert isinstance(report, ScaleReport)
+    assert report.parameters == 335_000_000
+    eight = report.rows[-1]
+    # NVIDIA DeepLearningExamples, PyTorch/LanguageModeling/BERT: SQuAD, mixed precision, 846.7 sequences/s.
+    assert eight.prediction.ends[0] <= 846.7 <= eight.prediction.ends[1]
+    assert (eight.hours, eight.cost) == (None, None)
+    with pytest.raises(RecipeError, match="--parameters also needs --cluster, one GPU's --throughput"):
+        Scale(parameters=1e6, batch_per_gpu=4)
+    with pytest.raises(RecipeError, match="found RECIPE and --parameters to predict from"):
+        Scale(recipe="digits", parameters=1e6)
+    with pytest.raises(RecipeError, match="found nothing to predict from"):
+        Scale()
