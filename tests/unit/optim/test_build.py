@@ -328,7 +328,10 @@ def test_adaptive_clipping_spares_the_classifier(name: str, head: tuple[str, ...
 @pytest.mark.parametrize(
     "name",
     # Which compiles its step, once on each machine.
-    [pytest.param(each, marks=pytest.mark.thorough) if each in ("kron", "kronc") else each for each in LIBRARY_OPTIMIZERS],
+    [
+        pytest.param(each, marks=pytest.mark.thorough) if each in ("kron", "kronc") else each
+        for each in LIBRARY_OPTIMIZERS
+    ],
 )
 def test_every_optimizer_of_torch_and_timm_makes_a_step_by_its_name(name: str) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
