@@ -15,7 +15,7 @@ copies images that are not channels-last. This memory decides what fits, but doe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -179,7 +179,7 @@ def _taken(operation: str, args: tuple[Any, ...], answer: Any) -> int:
         case "convolution":
             return _forward(first, args[1], answer)
         case "convolution_backward":
-            return _backward(first, args[1], args[2])
+            return _backward(first, args[1], args[2], args[5])
         case "native_batch_norm_backward":
             return _size(first) * (1 + (first.dtype in _HALVES and not _is_alike(first, args[1])))
         case "upsample_bilinear2d_backward" if not first.is_contiguous() and not _is_channels_last(first):
@@ -219,11 +219,14 @@ def _forward(images: Tensor, weight: Tensor, output: Tensor) -> int:
     return max(copied, copied - _size(output) + _size(weight) + _in_blocks(images))
 
 
-def _backward(output: Tensor, images: Tensor, weight: Tensor) -> int:
+def _backward(output: Tensor, images: Tensor, weight: Tensor, padding: Sequence[int]) -> int:
     if weight.ndim != 4:
         return 0
+    if weight.dtype not in _HALVES and min(padding) > max(images.shape[2:]):  # far apart, as in DeepLab: by columns
+        columns = weight[0].numel() * output[0, 0].numel() * output.element_size()
+        return 4 * _size(weight) + columns + _size(images) // images.shape[0]
     if _is_channels_last(images) or _is_channels_last(weight):
-        return max(2 * _size(weight), _padded(weight, images, output) or _size(weight) + _sums(weight, images, output))
+        return max(2 * _size(weight), _padded(weight, images, output) or _sums(weight, images, output))
     return _in_blocks(output) + _in_blocks(images) + _sums(weight, images, output)
 
 
