@@ -181,7 +181,16 @@ def _taken(operation: str, args: tuple[Any, ...], answer: Any) -> int:
         case "convolution_backward":
             return _backward(first, args[1], args[2], args[5])
         case "native_batch_norm_backward":
-            return _size(first) * (1 + (first.dtype in _HALVES and not _is_alike(first, args[1])))
+            if _is_channels_last(first) == _is_channels_last(args[1]):
+                return _size(first)
+            return 2 * _size(first) * (first.dtype in _HALVES and _is_channels_last(args[1]))
+    return _copies(name, args, answer)
+
+
+def _copies(name: str, args: tuple[Any, ...], answer: Any) -> int:
+    """Return the bytes of copies in another layout or type, which some kernels make of their arguments."""
+    first = args[0]
+    match name:
         case "upsample_bilinear2d_backward" if not first.is_contiguous() and not _is_channels_last(first):
             return _size(first) + _size(answer)
         case "upsample_bilinear2d" if first.is_contiguous() and not _is_channels_last(first):
@@ -197,10 +206,6 @@ def _taken(operation: str, args: tuple[Any, ...], answer: Any) -> int:
 
 def _is_channels_last(tensor: Tensor) -> bool:
     return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def _is_alike(one: Tensor, other: Tensor) -> bool:
-    return _is_channels_last(one) == _is_channels_last(other)
 
 
 def _cast(value: Any, answer: Any) -> int:
@@ -227,7 +232,7 @@ def _backward(output: Tensor, images: Tensor, weight: Tensor, padding: Sequence[
         return 4 * _size(weight) + columns + _size(images) // images.shape[0]
     if _is_channels_last(images) or _is_channels_last(weight):
         return max(2 * _size(weight), _padded(weight, images, output) or _sums(weight, images, output))
-    return _in_blocks(output) + _in_blocks(images) + _sums(weight, images, output)
+    return _in_blocks(output) + _in_blocks(images) + (_padded(weight, images, output) or _sums(weight, images, output))
 
 
 def _in_blocks(images: Tensor) -> int:
