@@ -432,7 +432,6 @@ def estimate_memory(
         # Sizes around the requested one, each twice the previous.
         sizes = sorted({max(1, current * 2**power // 2**_HALVINGS) for power in range(_HALVINGS + _DOUBLINGS + 1)})
         sizes = [each for each in sizes if each == current or not steps.refuses(each)]
-        kernels = unknown_kernels(job.step.network) if machine.device == "cpu" else ""
 
         def at(micro_batch: int) -> MicroBatchMemory:
             return MicroBatchMemory(
@@ -443,12 +442,6 @@ def estimate_memory(
             )
 
         here = at(current)
-        sharded: tuple[Saving, ...] = ()
-        # If samples are processed one by one, sharded weights would be gathered for each of them.
-        if job.plan.strategy != "fsdp" and not steps.is_scaled:
-            total = job.least(current, memory, "fsdp")
-            change = f"parallel.strategy=fsdp over {shards} processes"
-            sharded = (Saving(change=change, needed=total, saved=here.least - total),)
         found = MemoryEstimate(
             recipe=loaded.name,
             plan=job.plan,
@@ -467,14 +460,23 @@ def estimate_memory(
             micro_size=job.divisor(largest) if largest else None,
             verified=verified,
             devices=tuple(_fits(job, machine, largest)) if machine.device == "cuda" else (),
-            savings=sharded,
+            savings=tuple(_sharding(job, memory, here.least)),
             verdict=weigh(job, memory, shards),
-            notices=tuple(each for each in (assumed, unmeasured, *ignored, kernels, *_notices(job)) if each),
+            notices=tuple(each for each in (assumed, unmeasured, *ignored, *_notices(job)) if each),
             seconds=0.0,
         )
     log("trying changes that save memory")
     others = savings(recipe, machine, processes, job, here.least)
     return replace(found, savings=(*found.savings, *others), seconds=time.perf_counter() - start_time)
+
+
+def _sharding(job: SimulatedRun, memory: int | None, least: int) -> Iterator[Saving]:
+    """Yield what sharded weights save, unless they are sharded."""
+    # If samples are processed one by one, sharded weights would be gathered for each of them.
+    if job.plan.strategy != "fsdp" and not job.steps.is_scaled:
+        needed = job.least(job.plan.micro_batch_size, memory, "fsdp")
+        change = f"parallel.strategy=fsdp over {job.shards} processes"
+        yield Saving(change=change, needed=needed, saved=least - needed)
 
 
 def _measured(recipe: Recipe, processes: int) -> tuple[ExpectedMemory | None, str]:
@@ -499,6 +501,8 @@ def _fits(job: SimulatedRun, machine: MachineFacts, largest: int | None) -> Iter
 
 def _notices(job: SimulatedRun) -> Iterator[str]:
     plan, steps = job.plan, job.steps
+    if plan.device == "cpu" and (kernels := unknown_kernels(job.step.network)):
+        yield kernels
     if steps.is_scaled:
         yield (
             "detections are assumed: the maximum of proposals and objects that its settings allow, also for the loss"
