@@ -40,14 +40,16 @@ LONGER = ("train.duration=24 steps", "evaluate.every=12 steps", "batch.global_si
 
 @pytest.mark.slow
 @pytest.mark.real_processes
-def test_three_commands_say_one_total_and_the_run_takes_it(paceline: Call, tiny: tuple[str, ...]) -> None:
+def test_three_commands_say_one_total_and_the_run_takes_it(
+    paceline: Call, tiny: tuple[str, ...], tmp_path: Path
+) -> None:
     asked = ("digits", *tiny, *LONGER)
     estimate = paceline("estimate", *asked, "--device", "cpu", "--json").ended(0)
     plan = paceline("train", *asked, "--plan-only", "--json").document
     run = paceline("train", *asked, "--run-dir", "run", "--json").document
     total = estimate.document["needed_bytes"]
     assert plan["expected_memory_bytes"] == total
-    said = re.search(r"expected: .*, (\d+) MiB of memory", Path(run["run_dir"], "events.jsonl").read_text())
+    said = re.search(r"expected: .*, (\d+) MiB of memory", (tmp_path / "run" / "events.jsonl").read_text())
     assert said is not None
     assert int(said[1]) == round(total / 2**20)
     assert 0.95 <= total / run["peak_memory_bytes"] <= 1.1

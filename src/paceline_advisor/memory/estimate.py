@@ -462,7 +462,7 @@ def estimate_memory(
             devices=tuple(_fits(job, machine, largest)) if machine.device == "cuda" else (),
             savings=tuple(_sharding(job, memory, here.least)),
             verdict=weigh(job, memory, shards),
-            notices=tuple(each for each in (assumed, unmeasured, *ignored, *_notices(job)) if each),
+            notices=tuple(each for each in (assumed, unmeasured, *ignored, _kernels(job), *_notices(job)) if each),
             seconds=0.0,
         )
     log("trying changes that save memory")
@@ -499,10 +499,12 @@ def _fits(job: SimulatedRun, machine: MachineFacts, largest: int | None) -> Iter
         yield FittingMicroBatch(device=device.name, memory=device.memory_bytes, largest=most)
 
 
+def _kernels(job: SimulatedRun) -> str:
+    return unknown_kernels(job.step.network) if job.plan.device == "cpu" else ""
+
+
 def _notices(job: SimulatedRun) -> Iterator[str]:
     plan, steps = job.plan, job.steps
-    if plan.device == "cpu" and (kernels := unknown_kernels(job.step.network)):
-        yield kernels
     if steps.is_scaled:
         yield (
             "detections are assumed: the maximum of proposals and objects that its settings allow, also for the loss"
