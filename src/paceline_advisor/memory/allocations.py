@@ -227,7 +227,8 @@ def _forward(images: Tensor, weight: Tensor, output: Tensor) -> int:
 def _backward(output: Tensor, images: Tensor, weight: Tensor, padding: Sequence[int]) -> int:
     if weight.ndim != 4:
         return 0
-    if weight.dtype not in _HALVES and min(padding) > max(images.shape[2:]):  # far apart, as in DeepLab: by columns
+    # A filter whose taps are far apart, as in DeepLab, is computed by columns.
+    if weight.shape[1] > 1 and weight.dtype not in _HALVES and min(padding) > max(images.shape[2:]):
         columns = weight[0].numel() * output[0, 0].numel() * output.element_size()
         return 4 * _size(weight) + columns + _size(images) // images.shape[0]
     if _is_channels_last(images) or _is_channels_last(weight):

@@ -36,6 +36,7 @@ def calls() -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     for channels, side, filter_side in ((64, 32, 5), (240, 14, 5), (120, 7, 5), (80, 56, 7), (320, 7, 7)):
         yield convolve, backward(channels, side, filter_side, halves, groups=channels)
     yield convolve, backward(64, 32, 5, singles, groups=64)
+    yield convolve, backward(320, 2, 7, singles, groups=320)
     yield convolve, backward(64, 32, 3, halves, groups=1)
     yield convolve, backward(64, 32, 3, singles, groups=1, layout=PLAIN)
     yield torch.ops.aten.sum.dim_IntList, (images(16, 32, torch.bool), [0, 2, 3])
