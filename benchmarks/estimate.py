@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from hardware import write_result
 from measured_memory import measured_peaks
-from memory_cases import ON_CPU, Case, on_gpu
+from memory_cases import MORE_ON_CPU, ON_CPU, Case, on_gpu
 
 from paceline.distributed.device import describe_machine
 from paceline.parsing.units import format_bytes
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print, write no result files")
     options = parser.parse_args(arguments)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    cases = tuple(on_gpu()) if device.type == "cuda" else ON_CPU
+    cases = tuple(on_gpu()) if device.type == "cuda" else (*ON_CPU, *MORE_ON_CPU)
     rows: list[dict[str, Any]] = []
     lines = ["| step | part | estimated | measured | error |", "|---|---|---|---|---|"]
     for case in cases:

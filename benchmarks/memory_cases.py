@@ -21,6 +21,7 @@ class Case:
         precision: ``train.precision``.
         optimizer: ``optimizer.name``.
         more: Further overrides.
+        source: The recipe. One other than ``synthetic`` keeps its data, and its network if ``model`` is empty.
     """
 
     model: str
@@ -29,15 +30,22 @@ class Case:
     precision: str = "fp32"
     optimizer: str = "sgd"
     more: Mapping[str, Any] | None = None
+    source: str = "synthetic"
 
     @property
     def name(self) -> str:
         """What it is called in tables."""
         more = "".join(f", {key.rpartition('.')[2]}={value}" for key, value in (self.more or {}).items())
+        if self.source != "synthetic":
+            return f"{self.source} {self.model}, {self.batch} samples, {self.precision}{more}"
         return f"{self.model} {self.size}px, {self.batch} samples, {self.precision}, {self.optimizer}{more}"
 
     def recipe(self) -> Recipe:
         """The recipe of the step."""
+        if self.source != "synthetic":
+            network = {"model.name": self.model, "model.options": {}} if self.model else {}
+            changes = {"batch.global_size": self.batch, "train.precision": self.precision}
+            return load_recipe(self.source, {**changes, **network, **(self.more or {})}).recipe
         overrides = {
             "model.name": self.model,
             "data.image_size": self.size,
@@ -74,6 +82,32 @@ ON_CPU = (
     Case(model="convnext_atto", size=64, batch=16, optimizer="adamw"),
     Case(model="torchvision:vgg11", size=64, batch=4),
 )
+
+_NETWORKS = (
+    *("resnet18", "resnet26", "resnext26ts", "seresnet33ts", "regnetx_002", "regnety_002", "densenet121"),
+    *("mobilenetv2_100", "mobilenetv3_small_100", "mnasnet_100", "efficientnet_lite0", "ghostnet_100"),
+    *("convnext_atto", "convnext_nano", "poolformer_s12", "repvgg_a0", "shufflenet_v2_x1_0", "dla34", "hardcorenas_a"),
+)
+_KNOWN = {"shufflenet_v2_x1_0": "torchvision:shufflenet_v2_x1_0"}
+
+MORE_ON_CPU = (
+    *(
+        Case(model=_KNOWN.get(name, name), size=64, batch=8, precision=precision, optimizer=optimizer)
+        for name in _NETWORKS
+        for precision, optimizer in (("fp32", "sgd"), ("bf16", "adamw"))
+    ),
+    *(
+        Case(model=name, size=64, batch=8, precision=precision, more={"model.channels_last": False})
+        for name in ("resnet18", "resnet26", "mobilenetv2_100", "convnext_atto")
+        for precision in ("fp32", "bf16")
+    ),
+    *(
+        Case(source="shapes-segmentation", model=model, size=64, batch=batch, precision=precision)
+        for model, batch in (("", 16), ("torchvision:deeplabv3_mobilenet_v3_large", 4), ("torchvision:fcn_resnet50", 2))
+        for precision in ("fp32", "bf16")
+    ),
+)
+"""More networks for the benchmark, small ones; half of them in 16 bits."""
 
 
 def on_gpu() -> Iterator[Case]:

@@ -66,6 +66,7 @@ class Estimate(RecipeCommand):
 
     It shows the memory of steps and evaluation by cause, and which batches fit which GPUs. The steps run on
     fake tensors: nothing is trained, and no GPU is needed. No data is read; without data.path, typical data is assumed.
+    For this machine's CPU, the run's processes are started up to the first step, to measure all of their memory.
     PYTORCH_ALLOC_CONF is respected.
 
     Exits with 1 if the run does not fit.
@@ -79,7 +80,7 @@ class Estimate(RecipeCommand):
     device: Annotated[DeviceName, "A known GPU (h100, a100-80gb, …) or cpu (default: what a run would use)."] = None
     processes: Annotated[
         OptionalCount,
-        "Ranks of the estimated run; none is started (default: one per GPU, 1 on a CPU or with --device).",
+        "Ranks of the estimated run (default: one per GPU, 1 on a CPU or with --device).",
     ] = None
     expandable_segments: Annotated[bool, "As with PYTORCH_ALLOC_CONF=expandable_segments:True."] = False
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,3 +40,26 @@ def test_what_was_to_be_ignored_still_is(number: signal.Signals) -> None:
     with exit_on_signals():
         os.kill(os.getpid(), number)
     assert signal.getsignal(number) == signal.SIG_IGN
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the unit of the peak differs")
+def test_exit_handlers_run_and_destructors_of_libraries_do_not(tmp_path: Path) -> None:
+    """Those of CUDA read large parts of its files, also in a run on a CPU."""
+    program = (
+        "import atexit, sys, threading, torch\n"
+        "from paceline.cli import main\n"
+        "from paceline.telemetry.clock import peak_resident_bytes\n"
+        "threading.Thread(target=lambda: (threading.main_thread().join(), print('thread'))).start()\n"
+        "atexit.register(lambda: print('handler', peak_resident_bytes()))\n"
+        "sys.argv = ['paceline', 'explain', sys.argv[1]]\n"
+        "main.main()\n"
+    )
+    for key, code in (("optimizer.lr", 0), ("optimizer.rl", 2)):
+        with (tmp_path / "out").open("wb") as out:
+            process = subprocess.Popen([sys.executable, "-c", program, key], stdout=out, stderr=subprocess.DEVNULL)
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        *_, thread, handler = (tmp_path / "out").read_text().splitlines()
+        assert (process.returncode, thread) == (code, "thread")
+        peak = int(handler.removeprefix("handler "))
+        assert usage.ru_maxrss * 1024 < peak + 40 * 2**20

@@ -303,7 +303,8 @@ def test_predictions_and_memory_and_exports(train: Make, recipe: Path, tmp_path:
         assert [again_classes[each] for each in row["prediction"]] == row["prediction_class"]
     assert again.metrics["token_accuracy"] == pytest.approx(100 * right / len(pairs))
     found = estimate_memory(load_recipe(recipe, {}), device="cpu")
-    assert found.needed > found.peak.allocated > 0
+    assert found.peak.allocated > 0
+    assert found.needed is None, "the process was not measured"
     written = export(ExportRequest(target=run_dir, output=tmp_path / "a.pt2", form="torch-export"))
     assert written.largest_difference is not None
     assert written.largest_difference < 1e-4

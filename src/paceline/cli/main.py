@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import errno
 import itertools
 import os
 import resource
 import select
 import sys
+import threading
 from typing import Any
 
 import click
@@ -122,7 +125,22 @@ def main() -> None:
     code = final_exit_code(run(sys.argv[1:]))
     if (trackers := sys.modules.get("paceline.telemetry.async_tracker")) is not None:
         trackers.limit_exit(code)
-    sys.exit(code)
+    _end(code)
+
+
+def _end(code: int) -> None:
+    """End as an interpreter does: wait for threads, then call the functions registered with atexit.
+
+    Destructors of CUDA's libraries are left out where CUDA is not in use. They read so much of their
+    files that this would be the peak memory of a small run on a CPU.
+    """
+    if (cuda := sys.modules.get("torch.cuda")) is None or cuda.is_initialized():
+        sys.exit(code)
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public name
+    atexit._run_exitfuncs()  # noqa: SLF001  # there is no public name
+    with contextlib.suppress(OSError, ValueError):  # as the interpreter does for standard error
+        sys.stderr.flush()
+    os._exit(final_exit_code(code))
 
 
 def run(arguments: list[str]) -> int:

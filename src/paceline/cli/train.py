@@ -177,8 +177,9 @@ def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json
         from paceline.reports.html.page import report_at_the_end
         from paceline.telemetry.display import choose_display
         from paceline.trainer.carried import read_carried
+        from paceline.trainer.expected_memory import FORECAST_ONLY
         from paceline.trainer.subject import Options
-        from paceline.trainer.train import train_recipe
+        from paceline.trainer.train import forecast_only, train_recipe
 
     carried = read_carried()
     options = Options(
@@ -189,6 +190,9 @@ def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json
         callbacks=replace(carried.callbacks, prints=is_first_process()),
         report=report_at_the_end,
     )
+    if FORECAST_ONLY in os.environ:
+        forecast_only(loaded, options)
+        return 0
     result = train_recipe(loaded, options)
     code = store_exit_code(StoppedError.exit_code if result.status == "stopped" else 0)
     if is_first_process():
@@ -257,7 +261,9 @@ def _figures(result: TrainResult, plan: Mapping[str, Any], named: Iterable[str])
 def _show_plan(
     loaded: LoadedRecipe, processes: int | ProcessRange | None, run_dir: Path | None, *, as_json: bool
 ) -> None:
-    from paceline.trainer.train import forecast_only, plan_only
+    from paceline.trainer.expected_memory import forecast_apart
+    from paceline.trainer.subject import resumed_recipe
+    from paceline.trainer.train import plan_only
 
     # Among several ranks the plan is for their world, unless another one is requested.
     in_world = processes is None and is_launched_rank(None)
@@ -269,15 +275,15 @@ def _show_plan(
     if not is_first_process():
         return
     expected = None
-    if chosen is not None and chosen.count == 1 and (plan.parameters or 0) <= _MEASURED_PARAMETERS:
-        with contextlib.suppress(Exception):  # the plan does not need it: data, or memory of the device
-            expected = forecast_only(loaded, run_dir)
+    if chosen is not None and (plan.parameters or 0) <= _MEASURED_PARAMETERS:
+        with contextlib.suppress(PacelineError):  # the plan does not need it: data, or memory of the device
+            expected = forecast_apart(resumed_recipe(loaded.recipe, run_dir), chosen.count)
     if as_json:
-        figures = dict(expected.metrics) if expected is not None else {}
+        figures = {} if expected is None else {key: expected[key] for key in expected if key.startswith("expected_")}
         print_json({"plan": plan.to_tree(), **figures, "recipe": to_tree(loaded.recipe), "notices": notices})
         return
     echo(f"Plan of {loaded.name}")
-    expected_line = {} if expected is None else {"expected": expected.message.removeprefix("expected: ")}
+    expected_line = {} if expected is None else {"expected": expected["message"].removeprefix("expected: ")}
     print_pairs(expected_line | _plan_lines(plan) | {"optimizer": _optimizer_line(loaded.recipe)})
     echo("\nLearning rate")
     rows = [(format_count(p.step), f"{p.learning_rate:.6g}", p.phase) for p in plan.learning_rates]

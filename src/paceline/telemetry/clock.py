@@ -20,7 +20,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -439,10 +439,31 @@ def private_bytes() -> int:
     return status["VmRSS"] - status.get("RssFile", 0) if "VmRSS" in status else peak_resident_bytes()
 
 
-def _read_proc_status(process: int | str) -> dict[str, int]:
+def resident_bytes() -> int:
+    """Return the current main memory of this process; its peak if unknown."""
+    return _read_proc_status("self").get("VmRSS", 0) or peak_resident_bytes()
+
+
+def family_bytes(ancestor: int) -> int:
+    """Return the current main memory of a process and its descendants; 0 if unknown. Shared pages count once (PSS)."""
+    found, pids = 0, [ancestor]
+    for pid in pids:  # which grows
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            with suppress(OSError):
+                pids += map(int, children.read_text(encoding="ascii").split())
+        found += proportional_bytes(pid)
+    return found
+
+
+def proportional_bytes(process: int) -> int:
+    """Return the current main memory of a process, with its part of shared pages (PSS); 0 if unknown."""
+    return _read_proc_status(process, "smaps_rollup").get("Pss", 0)
+
+
+def _read_proc_status(process: int | str, file: str = "status") -> dict[str, int]:
     """Return Linux's memory values of a process, in bytes; empty if the process is gone, or on another system."""
     try:
-        lines = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace").splitlines()
+        lines = Path(f"/proc/{process}/{file}").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return {}
     fields = [line.split() for line in lines if line.endswith(" kB")]

@@ -23,6 +23,7 @@ from paceline.plan.strategy import exact_gradient_count, optimizer_state_numbers
 from paceline.records.events import MeasurementEvent
 from paceline.telemetry.clock import peak_memory_bytes
 from paceline.trainer.evaluate import evaluation_mode
+from paceline.trainer.expected_memory import ExpectedMemory
 from paceline.trainer.run_views import ProbedRun
 from paceline.trainer.warmup import GradientProbe, send_through
 
@@ -42,6 +43,9 @@ _MAX_HELD_FRACTION = 1 / 8
 _MAX_COPIED_BYTES, _MAX_COPIED_BYTES_CUDA = 256 * 2**20, 64 * 2**20
 # Copying, hashing and writing a checkpoint on the cores that train (benchmarks/checkpoint.py).
 _SAVE_SECONDS_PER_BYTE = 1.0e-9
+# What else a process on a CPU uses after the forecast: for records, checkpoints, evaluations and the report
+# (benchmarks/expected_memory.py).
+_LATER_BYTES = 32 * 2**20
 # Importing a tracker's library competes with the first steps for the interpreter.
 _TRACKER_SECONDS = 0.3
 _LONG_SECONDS = 3600.0
@@ -98,7 +102,7 @@ def measure(run: ProbedRun, ahead: ReadAhead, *, cautious: bool = False) -> Meas
     if steps < _MIN_STEPS or not isinstance(run.strategy, Replicas) or (first := ahead.read()) is None:
         return None
     start = time.perf_counter()
-    costs = _Costs(GradientProbe(run, run.strategy, first), ahead)
+    costs, failed = _Costs(GradientProbe(run, run.strategy, first), ahead), False
     try:
         with costs.probe.isolated(reduces=run.world.world_size > 1):
             costs.measure(cautious=cautious)
@@ -108,6 +112,9 @@ def measure(run: ProbedRun, ahead: ReadAhead, *, cautious: bool = False) -> Meas
             raise
         # Whatever else fails here, the step will tell better.
         run.display.message(f"expected time: not measured ({error})")
+        failed = True
+    shared = ExpectedMemory.of_run(run, None if failed else costs.memory) if run.device.type == "cpu" else None
+    if failed:
         return None
     samples = (plan.samples_before(end) - plan.samples_before(position)) / run.world.world_size
     samples *= _mean_pixels(plan, position, end) / _mean_pixels(plan, position, position + 1)
@@ -117,6 +124,8 @@ def measure(run: ProbedRun, ahead: ReadAhead, *, cautious: bool = False) -> Meas
     seconds += len(run.recipe.telemetry.trackers) * _TRACKER_SECONDS
     work = f"{format_count(steps)} steps" + (f" and {counted(evaluations, 'evaluation')}" if evaluations else "")
     memory = "" if costs.memory is None else f", {format_bytes(costs.memory)} of memory"
+    if shared is not None:
+        memory = f", {shared.in_words(' of memory')}"
     shorter = ""
     if run.device.type == "cpu" and seconds > _LONG_SECONDS:
         hour = position + max(1, int(steps * _LONG_SECONDS / seconds))
@@ -129,7 +138,8 @@ def measure(run: ProbedRun, ahead: ReadAhead, *, cautious: bool = False) -> Meas
         what="forecast",
         message=f"expected: about {format_seconds(seconds)} for {work}{memory}{shorter}",
         seconds=time.perf_counter() - start,
-        metrics={"expected_seconds": seconds, "expected_memory_bytes": costs.memory},
+        metrics={"expected_seconds": seconds, "expected_memory_bytes": costs.memory}
+        | ({} if shared is None else shared.to_record()),
     )
 
 
@@ -309,7 +319,7 @@ class _Costs:
         if not on_cpu:
             return state
         self.save = (weights + state) * _SAVE_SECONDS_PER_BYTE
-        return weights + 2 * state
+        return weights + 2 * state + _LATER_BYTES
 
     def _time_copied_step(self) -> int:
         run = self.probe.run

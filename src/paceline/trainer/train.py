@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -26,7 +25,7 @@ from paceline.plan.batching import usable_processes
 from paceline.plan.run_logs import run_logs
 from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.schema import Recipe
-from paceline.records.events import FinishEvent, MeasurementEvent, StartEvent, Status, StopEvent
+from paceline.records.events import FinishEvent, StartEvent, Status, StopEvent
 from paceline.records.reader import Summary, read_summary
 from paceline.records.run_directory import RunDirectory, write_json
 from paceline.storage.addresses import is_address
@@ -103,20 +102,17 @@ def plan_only(
     return subject.plan
 
 
-def forecast_only(loaded: LoadedRecipe, run_dir: Path | None) -> MeasurementEvent | None:
-    """Forecast the time and memory of a run on this machine, from a few passes of one process; None if not worthwhile.
-
-    Args:
-        loaded: The recipe.
-        run_dir: The run directory: a resumed run keeps its network's config.
+def forecast_only(loaded: LoadedRecipe, options: Options) -> None:
+    """Write the record of a run's forecast into a new run directory, and end. Collective.
 
     Raises:
         PacelineError: For every mistake in the recipe or the data.
     """
-    with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
-        options = Options(run_dir=Path(scratch) / "run", resume="never")
-        with opened_run(replace(loaded, recipe=resumed_recipe(loaded.recipe, run_dir)), options) as run:
-            return measure(run, ReadAhead(run.train_batches()), cautious=True)
+    with opened_run(loaded, replace(options, resume="never", before_plan=measure_feeding)) as run:
+        # Ranks make the same passes only if none tries a few rows first.
+        if event := measure(run, ReadAhead(run.train_batches()), cautious=run.world.world_size == 1):
+            run.recorder.write(event)
+            run.recorder.flush()
 
 
 def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import wraps
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
-
 from paceline.errors import RecipeError
 from paceline.host.devices import Device
-from paceline.host.world import World
 from paceline.learning.judge import Judgement
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
@@ -21,7 +17,8 @@ from paceline_advisor import Json, frozen
 from paceline_advisor.doctor.anatomy import Anatomy, Layer
 from paceline_advisor.doctor.behaviour import Calls, Loader
 from paceline_advisor.doctor.findings import TUNING, Advice, CodeLine, Finding, Keeps, Severity
-from paceline_advisor.memory.job import machine_for, predicted
+from paceline_advisor.memory.job import machine_for
+from paceline_advisor.memory.largest import MemoryShortage
 
 # Divisors of sizes that matrix units require, and that give the best tiles on an A100 and later.
 _UNITS = {"tf32": (4, 32), "fp16": (8, 64), "bf16": (8, 64), "fp8": (16, 128)}
@@ -88,50 +85,6 @@ def choose_target(name: str | None, recipe: Recipe, *, processes: int = 1) -> Ta
             raise
         raise RecipeError(f"{error} Or cpu, for this machine's processor.") from None
     return TargetDevice(machine=machine, device=device, is_here=name is None or device is None)
-
-
-_OVER_THE_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-@frozen
-class MemoryShortage:
-    """A step that does not fit.
-
-    Attributes:
-        memory: Memory of the device in bytes.
-        largest: Largest micro-batch that fits, in samples; a few percent more may fit. 0 if not even one sample fits.
-        divisor: Largest size up to ``largest`` that divides a process's share of the step; 0 if ``largest`` is 0.
-        normalises: Whether the network has BatchNorm, so that a smaller micro-batch changes the training.
-    """
-
-    memory: int
-    largest: int
-    divisor: int
-    normalises: bool
-
-
-def memory_shortage(recipe: Recipe, target: TargetDevice, world: World) -> MemoryShortage | None:
-    """Return the memory that a step lacks; None if it fits, or if this is unknown.
-
-    It is known for CUDA devices of known memory, if the step can run on fake tensors.
-    """
-    machine, memory = target.machine, target.machine.memory_bytes
-    if target.kind != "cuda" or memory is None:
-        return None
-    # Include evaluation, unless custom code cannot run it on fake tensors.
-    for scores in (True, False):
-        # Whatever custom code raises, other checks report it.
-        with contextlib.suppress(Exception), predicted(recipe, machine, world.world_size, scores=scores) as job:
-            if job.fits(job.plan.micro_batch_size, memory):
-                return None
-            largest = job.largest(memory, roughly=True)
-            return MemoryShortage(
-                memory=memory,
-                largest=largest,
-                divisor=job.divisor(largest),
-                normalises=any(isinstance(each, _OVER_THE_BATCH) for each in job.step.network.modules()),
-            )
-    return None
 
 
 @frozen

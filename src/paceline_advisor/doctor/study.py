@@ -38,9 +38,10 @@ from paceline_advisor.bench.interleaved import Measurement, run_interleaved
 from paceline_advisor.commands import Doctor
 from paceline_advisor.doctor.anatomy import Anatomy, observe_network
 from paceline_advisor.doctor.behaviour import Calls, behave, preserved_state, watching_loaders
-from paceline_advisor.doctor.checked_run import CHECKS, CheckedRun, TargetDevice, choose_target, memory_shortage
+from paceline_advisor.doctor.checked_run import CHECKS, CheckedRun, TargetDevice, choose_target
 from paceline_advisor.doctor.checks import code, compute, training  # noqa: F401  # which declare the checks
 from paceline_advisor.doctor.findings import Finding, Gain, ranked
+from paceline_advisor.memory.largest import memory_shortage
 
 _COLOURS = {"breaks": "bold red", "slows": "yellow", "spoils": "magenta", "notice": "cyan"}
 _KEPT = {"same": "", "rounding": " [rounds differently]", "training": " [changes the training]"}
@@ -198,7 +199,7 @@ def examine(options: Doctor, log: Log) -> Diagnosis:
             with contextlib.suppress(PacelineError):  # reported where it is needed
                 load_reference(name, PacelineError)
         plan, anatomy, why = _anatomy(recipe, target, world, log)
-        shortage = memory_shortage(recipe, target, world) if anatomy is not None else None
+        shortage = memory_shortage(recipe, target.machine, world.world_size) if anatomy is not None else None
         log("looking at the code")
         observed, calls, trouble = _behaviour(recipe, plan)
         environment = dict(os.environ)  # with settings changed by custom code

@@ -15,7 +15,7 @@ copies images that are not channels-last. This memory decides what fits, but doe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,8 +146,11 @@ def _key(tensor: Tensor) -> int:
 
 
 # A one-channel filter without a dedicated kernel is padded to blocks of 16 by 16 channels.
-_PADDED = 256
+_BLOCK = 16
 _LARGEST_OWN_KERNEL = 4
+# Columns that are added to the rows of transposed images for the neighbours that a filter reads.
+_LARGEST_MARGIN = 4
+_COLOURS = 3
 
 
 def unknown_kernels(network: nn.Module) -> str:
@@ -168,29 +171,105 @@ def cpu_workspace(operation: str, args: tuple[Any, ...], answer: Any) -> tuple[i
 
 
 def _taken(operation: str, args: tuple[Any, ...], answer: Any) -> int:
-    if operation == "convolution.default":
-        images, weight, output = args[0], args[1], answer
-        copies = 1
-    elif operation == "convolution_backward.default":
-        output, images, weight = args[:3]
-        copies = 2
-    else:
+    name = operation.split(".", maxsplit=1)[0]
+    if not args or not isinstance(args[0], Tensor) or args[0].device.type != "cpu":
         return 0
-    if weight.ndim != 4 or images.device.type != "cpu":
-        return 0
-    filters = copies * _size(weight)
-    if not any(each.is_contiguous(memory_format=torch.channels_last) for each in (images, weight)):
-        return filters + _size(output) + (_size(images) if copies > 1 else 0)
-    return max(filters, _padded(weight, output)) if copies > 1 else filters
+    first = args[0]
+    match name:
+        case "convolution":
+            return _forward(first, args[1], answer)
+        case "convolution_backward":
+            return _backward(first, args[1], args[2], args[5])
+        case "native_batch_norm_backward":
+            if _is_channels_last(first) == _is_channels_last(args[1]):
+                return _size(first)
+            return 2 * _size(first) * (first.dtype in _HALVES and _is_channels_last(args[1]))
+    return _copies(name, args, answer)
 
 
-def _padded(weight: Tensor, output: Tensor) -> int:
+def _copies(name: str, args: tuple[Any, ...], answer: Any) -> int:
+    """Return the bytes of copies in another layout or type, which some kernels make of their arguments."""
+    first = args[0]
+    match name:
+        case "upsample_bilinear2d_backward" if not first.is_contiguous() and not _is_channels_last(first):
+            return _size(first) + _size(answer)
+        case "upsample_bilinear2d" if first.is_contiguous() and not _is_channels_last(first):
+            return _size(first) + _size(answer)
+        case "_log_softmax" | "_softmax" if not first.is_contiguous():
+            return _size(first)
+        case "_adaptive_avg_pool2d_backward" if _is_channels_last(args[1]):
+            return _size(args[1])
+        case "sum" | "mul" | "add" | "sub" | "div":
+            return max(_cast(each, answer) for each in args[:2])
+    return 0
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _cast(value: Any, answer: Any) -> int:
+    """Return the bytes of a copy that an operation makes of an argument of another type."""
+    if not isinstance(value, Tensor) or not isinstance(answer, Tensor) or value.dtype == answer.dtype or not value.ndim:
+        return 0
+    return value.numel() * answer.element_size()
+
+
+def _forward(images: Tensor, weight: Tensor, output: Tensor) -> int:
+    if weight.ndim != 4:
+        return 0
+    if _is_channels_last(images) or _is_channels_last(weight):
+        return _size(weight)
+    copied = _in_blocks(output)
+    return max(copied, copied - _size(output) + _size(weight) + _in_blocks(images))
+
+
+def _backward(output: Tensor, images: Tensor, weight: Tensor, padding: Sequence[int]) -> int:
+    if weight.ndim != 4:
+        return 0
+    # A filter whose taps are far apart, as in DeepLab, is computed by columns.
+    if weight.shape[1] > 1 and weight.dtype not in _HALVES and min(padding) > max(images.shape[2:]):
+        columns = weight[0].numel() * output[0, 0].numel() * output.element_size()
+        return 4 * _size(weight) + columns + _size(images) // images.shape[0]
+    if _is_channels_last(images) or _is_channels_last(weight):
+        return max(2 * _size(weight), _padded(weight, images, output) or _sums(weight, images, output))
+    return _in_blocks(output) + _in_blocks(images) + (_padded(weight, images, output) or _sums(weight, images, output))
+
+
+def _in_blocks(images: Tensor) -> int:
+    """Return the bytes of a copy in blocks of 16 channels; three channels are read where they are."""
+    channels = images.shape[1]
+    return 0 if channels == _COLOURS else _size(images) // channels * -(-channels // _BLOCK) * _BLOCK
+
+
+def _padded(weight: Tensor, images: Tensor, output: Tensor) -> int:
     """Return the bytes of a padded depthwise gradient; 0 if a dedicated kernel computes it without padding."""
     side = max(weight.shape[2:])
     is_depthwise = weight.shape[1] == 1 and weight.shape[0] > 1
     if not is_depthwise or (side <= _LARGEST_OWN_KERNEL and side <= min(output.shape[2:])):
         return 0
-    return _PADDED * weight.numel() * 4
+    size = _BLOCK * _BLOCK * weight.numel()
+    if weight.dtype not in _HALVES:
+        return size * _FP32_BYTES
+    return size * weight.element_size() + size * _FP32_BYTES + _BLOCK * _transposed(weight, images, output)
+
+
+def _sums(weight: Tensor, images: Tensor, output: Tensor) -> int:
+    """Return the bytes in which threads sum a 16-bit filter's gradient, over transposed images."""
+    if weight.dtype not in _HALVES or weight.shape[1] == 1:
+        return 0
+    each = weight.numel() * _FP32_BYTES + _transposed(weight, images, output)
+    return each * min(torch.get_num_threads(), images.shape[0])
+
+
+def _transposed(weight: Tensor, images: Tensor, output: Tensor) -> int:
+    """Return the bytes of one sample's images and output with transposed, padded rows of 16-bit numbers."""
+    margin = min(weight.shape[3] - 1, _LARGEST_MARGIN)
+    sizes = (
+        each.shape[1] * each.shape[2] * -(-(each.shape[3] + more) // 2) * 2
+        for each, more in ((images, margin), (output, 0))
+    )
+    return sum(sizes) * weight.element_size()
 
 
 def _size(tensor: Tensor) -> int:

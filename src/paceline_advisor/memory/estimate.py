@@ -19,6 +19,7 @@ from paceline.plan.strategy import check_sharding
 from paceline.plan.strategy import choose_automatically as weighed
 from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.schema import Recipe
+from paceline.trainer.expected_memory import ExpectedMemory, forecast_apart
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep
 from paceline_advisor import Json, as_json, frozen, picked
@@ -26,7 +27,8 @@ from paceline_advisor.apply import with_values
 from paceline_advisor.commands import Estimate
 from paceline_advisor.memory.allocations import unknown_kernels
 from paceline_advisor.memory.allocator import AllocatorSettings
-from paceline_advisor.memory.job import MOST, Peak, SimulatedRun, allocator_settings, machine_for, peak_of, predicted
+from paceline_advisor.memory.job import MOST, Peak, SimulatedRun, allocator_settings, machine_for, predicted
+from paceline_advisor.memory.largest import largest_confirmed
 from paceline_advisor.memory.trace import EVALUATION, Steps, trace_step, trace_steps
 
 
@@ -75,6 +77,7 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Simulate
             with predicted(
                 changed, machine, processes, shards=job.shards, allocator=job.allocator, trace=_only_its_own
             ) as changed_job:
+                changed_job.outside = job.outside
                 needed = changed_job.least(changed_job.step.micro_batch, machine.memory_bytes)
         except PacelineError as error:
             yield Saving(change=change, needed=None, why_not=str(error))
@@ -145,8 +148,6 @@ def _outcome(job: SimulatedRun, memory: int, processes: int, strategy: str) -> s
 # If the plan has a single process, sharding is described for this many processes.
 SUPPOSED = 8
 _HALVINGS, _DOUBLINGS = 3, 2
-# If each size has to be run, sizes between two that differ by less than this fraction are skipped.
-_ROUGHLY = 16
 
 
 @frozen
@@ -192,12 +193,14 @@ class MemoryEstimate:
         asked_precision: The recipe's precision; the plan has the resolved one.
         device: Name of the device.
         memory: Its memory for a process in bytes; None if unknown.
-        outside: Bytes of it that are not used for tensors: on a GPU, an allowance for the driver and libraries.
+        outside: Bytes of it that are not used for tensors: on a GPU, an allowance for the driver and libraries; on a
+            CPU the rest of a process that was measured, None if none was.
+        measured: What a run on a CPU is measured to use; None elsewhere, and if it was not measured.
         peak: The peak over the run's steps and its evaluation.
         allocator: Options of PyTorch's allocator.
-        needed: Total bytes that a process uses on a device with enough memory.
+        needed: Total bytes that a process uses on a device with enough memory; None if only its tensors are known.
         least: Bytes that the device must have; PyTorch returns cached memory before an allocation fails.
-        fits: Whether that fits on the device; None if its memory is unknown.
+        fits: Whether that fits on the device; None if either is unknown.
         sizes: Memory for several micro-batch sizes, including the plan's.
         largest: Largest micro-batch that fits on the device, in samples, up to the largest that is tried; None if its
             memory is unknown.
@@ -216,11 +219,12 @@ class MemoryEstimate:
     asked_precision: str
     device: str
     memory: int | None
-    outside: int
+    outside: int | None
+    measured: ExpectedMemory | None
     peak: Peak
     allocator: AllocatorSettings
-    needed: int
-    least: int
+    needed: int | None
+    least: int | None
     fits: bool | None
     sizes: tuple[MicroBatchMemory, ...]
     largest: int | None
@@ -234,8 +238,8 @@ class MemoryEstimate:
 
     @property
     def left(self) -> int | None:
-        """Bytes of the device that are left; negative if it does not fit, and None if its memory is unknown."""
-        return None if self.memory is None else self.memory - self.least
+        """Bytes of the device that are left; negative if it does not fit, and None if either is unknown."""
+        return None if self.memory is None or self.least is None else self.memory - self.least
 
     def to_json(self) -> Json:
         """Return the estimate as one JSON object."""
@@ -251,6 +255,7 @@ class MemoryEstimate:
             "least_bytes": self.least,
             "left_bytes": self.left,
             "outside_bytes": self.outside,
+            "total_bytes": None if self.measured is None else self.measured.together,
             "evaluation_batch": plan.evaluation_batch_size if EVALUATION in self.peak.parts else None,
             "largest_micro_batch": self.largest,
         }
@@ -278,7 +283,13 @@ class MemoryEstimate:
             fits = "" if size.fits is None else "fits" if size.fits else "does not fit"
             needed = (format_bytes(size.needed),) if reserved_column else ()
             rows.append((format_count(size.micro_batch), format_bytes(size.least), *needed, fits))
-        blocks.append(Table(columns=("samples", "minimum", *reserved_column, ""), rows=rows, caption="By micro-batch"))
+        blocks.append(
+            Table(
+                columns=("samples", "tensors" if self.least is None else "minimum", *reserved_column, ""),
+                rows=rows,
+                caption="By micro-batch",
+            )
+        )
         blocks += ["", self._largest()]
         if self.devices:
             rows = [(each.device, format_bytes(each.memory), self._samples(each)) for each in self.devices]
@@ -316,17 +327,18 @@ class MemoryEstimate:
             )
         if peak.reserved is not None:
             lines["peak reserved"] = f"{format_bytes(peak.reserved)} (by PyTorch's caching allocator)"
-        kind = "Python and libraries" if plan.device == "cpu" else "driver and libraries, an allowance"
+        if self.outside is None or self.needed is None or self.least is None:
+            return lines
+        kind = "the rest of a process" if plan.device == "cpu" else "driver and libraries, an allowance"
         lines["overhead"] = f"{format_bytes(self.outside)} ({kind})"
-        lines["total"] = format_bytes(self.needed)
+        lines["total"] = format_bytes(self.needed) if self.measured is None else self.measured.in_words()
         if peak.reserved is not None:
             lines["minimum"] = f"{format_bytes(self.least)} (after PyTorch frees cached memory)"
-        if self.memory is not None:
-            left = self.memory - self.least
+        if self.memory is not None and self.left is not None:
             if not self.fits:
-                verdict = f"it does not fit, {format_bytes(-left)} short"
+                verdict = f"it does not fit, {format_bytes(-self.left)} short"
             elif self.needed <= self.memory:
-                verdict = f"it fits, {format_bytes(left)} left"
+                verdict = f"it fits, {format_bytes(self.left)} left"
             else:
                 more = format_bytes(self.needed - self.memory)
                 verdict = f"it fits, once PyTorch frees cached memory ({more} or more)"
@@ -361,7 +373,7 @@ def _count(largest: int) -> str:
     return format_count(largest) if largest < MOST else f"at least {format_count(MOST)}"
 
 
-def estimate(options: Estimate, _: Log) -> MemoryEstimate:
+def estimate(options: Estimate, log: Log) -> MemoryEstimate:
     """Estimate the memory of a run's steps and of its evaluation, for `paceline estimate`.
 
     Raises:
@@ -371,11 +383,19 @@ def estimate(options: Estimate, _: Log) -> MemoryEstimate:
     processes = 1
     if options.processes is not None or options.device is None:
         processes = choose_processes(options.processes, loaded.recipe).count
-    return estimate_memory(loaded, options.device, processes, expandable=options.expandable_segments)
+    return estimate_memory(
+        loaded, options.device, processes, expandable=options.expandable_segments, log=log, measures=True
+    )
 
 
 def estimate_memory(
-    loaded: LoadedRecipe, device: str | None = None, processes: int = 1, *, expandable: bool = False
+    loaded: LoadedRecipe,
+    device: str | None = None,
+    processes: int = 1,
+    *,
+    expandable: bool = False,
+    measures: bool = False,
+    log: Log = lambda _: None,
 ) -> MemoryEstimate:
     """Estimate the memory of a run's steps and of its evaluation; nothing is trained or allocated.
 
@@ -384,6 +404,8 @@ def estimate_memory(
         device: A name of ``paceline.host.devices``, or ``cpu``; None for the device that a run here would use.
         processes: Processes of the run.
         expandable: Use expandable segments in PyTorch's allocator, whatever ``PYTORCH_ALLOC_CONF`` says.
+        measures: Start the run's processes if it is a run on this CPU, to measure all of their memory.
+        log: Receives what is being done.
 
     Raises:
         PacelineError: If the recipe cannot be planned, or its network needs real values.
@@ -392,16 +414,24 @@ def estimate_memory(
     recipe, assumed = with_placeholder_data(loaded.recipe)
     machine, _ = machine_for(device, recipe, processes)
     shards = processes if processes > 1 else SUPPOSED
-    memory = machine.memory_bytes
     allocator, ignored = allocator_settings(os.environ if machine.device == "cuda" else {}, expandable=expandable)
+    log("running steps and an evaluation on fake tensors")
     with predicted(recipe, machine, processes, shards=shards, allocator=allocator) as job:
         steps, current = job.steps, job.plan.micro_batch_size
-        largest, verified = (None, None) if memory is None else _largest(job, memory)
+        measured, unmeasured = None, ""
+        if machine.device == "cpu":
+            if measures and not assumed:
+                log("starting the run's processes, to measure their memory")
+                measured, unmeasured = _measured(recipe, processes)
+            job.measured(None if measured is None else measured.each)
+        is_total = machine.device != "cpu" or measured is not None
+        memory = machine.memory_bytes if is_total else None
+        log("looking for the largest micro-batch")
+        largest, verified = (None, None) if memory is None else largest_confirmed(job, memory)
         # Inside: a network whose memory is not linear in the batch size is run at each of these sizes.
         # Sizes around the requested one, each twice the previous.
         sizes = sorted({max(1, current * 2**power // 2**_HALVINGS) for power in range(_HALVINGS + _DOUBLINGS + 1)})
         sizes = [each for each in sizes if each == current or not steps.refuses(each)]
-        kernels = unknown_kernels(job.step.network) if machine.device == "cpu" else ""
 
         def at(micro_batch: int) -> MicroBatchMemory:
             return MicroBatchMemory(
@@ -412,61 +442,49 @@ def estimate_memory(
             )
 
         here = at(current)
-        sharded: tuple[Saving, ...] = ()
-        # If samples are processed one by one, sharded weights would be gathered for each of them.
-        if job.plan.strategy != "fsdp" and not steps.is_scaled:
-            total = job.least(current, memory, "fsdp")
-            change = f"parallel.strategy=fsdp over {shards} processes"
-            sharded = (Saving(change=change, needed=total, saved=here.least - total),)
         found = MemoryEstimate(
             recipe=loaded.name,
             plan=job.plan,
             asked_precision=recipe.train.precision,
             device=machine.device_name,
             memory=memory,
-            outside=job.outside,
+            outside=job.outside if is_total else None,
+            measured=measured,
             peak=job.peak(current),
             allocator=allocator,
-            **picked(here, "needed", "least", "fits"),
+            needed=here.needed if is_total else None,
+            least=here.least if is_total else None,
+            fits=here.fits,
             sizes=tuple(at(each) for each in sizes if each <= max(current, job.most)),
             largest=largest,
             micro_size=job.divisor(largest) if largest else None,
             verified=verified,
             devices=tuple(_fits(job, machine, largest)) if machine.device == "cuda" else (),
-            savings=sharded,
+            savings=tuple(_sharding(job, memory, here.least)),
             verdict=weigh(job, memory, shards),
-            notices=tuple(each for each in (assumed, *ignored, kernels, *_notices(job)) if each),
+            notices=tuple(each for each in (assumed, unmeasured, *ignored, _kernels(job), *_notices(job)) if each),
             seconds=0.0,
         )
-    others = savings(recipe, machine, processes, job, found.least)
+    log("trying changes that save memory")
+    others = savings(recipe, machine, processes, job, here.least)
     return replace(found, savings=(*found.savings, *others), seconds=time.perf_counter() - start_time)
 
 
-def _largest(job: SimulatedRun, memory: int) -> tuple[int, float | None]:
-    """Return the largest micro-batch that fits, checked by running its step.
+def _sharding(job: SimulatedRun, memory: int | None, least: int) -> Iterator[Saving]:
+    """Yield what sharded weights save, unless they are sharded."""
+    # If samples are processed one by one, sharded weights would be gathered for each of them.
+    if job.plan.strategy != "fsdp" and not job.steps.is_scaled:
+        needed = job.least(job.plan.micro_batch_size, memory, "fsdp")
+        change = f"parallel.strategy=fsdp over {job.shards} processes"
+        yield Saving(change=change, needed=needed, saved=least - needed)
 
-    Returns:
-        The size in samples, and the ratio of the peak bytes of the first step that was run to their extrapolation; None
-        instead of the ratio if no step was run.
-    """
-    steps, tried = job.steps, job.largest(memory)
-    if not tried:
-        return 0, None
-    computed = peak_of(steps(tried), caching=False).allocated
-    is_as_expected = steps.confirm(tried)
-    verified = peak_of(steps(tried), caching=False).allocated / computed
-    if is_as_expected:
-        return tried, verified
-    # Its memory is not linear: sizes that fit are found by running them.
-    low, high = 0, tried + 1
-    while high - low > max(1, low // _ROUGHLY):
-        job.forget()
-        low, high = (tried, high) if job.fits(tried, memory) else (low, tried)
-        tried = (low + high) // 2
-        steps.confirm(tried)
-    steps.confirm(max(low, 1))
-    job.forget()
-    return low, verified
+
+def _measured(recipe: Recipe, processes: int) -> tuple[ExpectedMemory | None, str]:
+    """Measure what a run on this CPU uses; returns nothing, and why, if that is impossible."""
+    try:
+        return ExpectedMemory.from_record(forecast_apart(recipe, processes), processes), ""
+    except PacelineError as error:
+        return None, f"only the memory of tensors is known; that of the whole process was not measured: {error}"
 
 
 def _fits(job: SimulatedRun, machine: MachineFacts, largest: int | None) -> Iterator[FittingMicroBatch]:
@@ -479,6 +497,10 @@ def _fits(job: SimulatedRun, machine: MachineFacts, largest: int | None) -> Iter
         else:
             most = job.largest(device.memory_bytes, roughly=True)
         yield FittingMicroBatch(device=device.name, memory=device.memory_bytes, largest=most)
+
+
+def _kernels(job: SimulatedRun) -> str:
+    return unknown_kernels(job.step.network) if job.plan.device == "cpu" else ""
 
 
 def _notices(job: SimulatedRun) -> Iterator[str]:

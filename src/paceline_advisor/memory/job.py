@@ -383,7 +383,15 @@ class SimulatedRun:
 
     def _outside(self, strategy: str | None) -> int:
         """Return the memory not used by tensors; a strategy other than the plan's implies several processes."""
-        return self.outside if strategy is None else outside(self._machine.device, max(self.shards, 2))
+        if strategy is None or not self._caching:
+            return self.outside
+        return outside(self._machine.device, max(self.shards, 2))
+
+    def measured(self, total: int | None) -> None:
+        """Take what a process of the run was measured to use, on a CPU; None: nothing but tensors is known."""
+        used = self.peak(self.plan.micro_batch_size).taken
+        self.forget()
+        self.outside = 0 if total is None else max(0, total - used)
 
     def largest(self, memory: int, strategy: str | None = None, *, roughly: bool = False) -> int:
         """Return the largest micro-batch that fits on a device, in samples; 0 if not even one.

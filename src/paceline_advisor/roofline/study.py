@@ -23,12 +23,15 @@ from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
 from paceline.parsing.files import remember
 from paceline.parsing.plain_text import load_json
+from paceline.parsing.units import format_bytes
+from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
 from paceline_advisor import Json, as_json, frozen, picked
 from paceline_advisor.apply import with_values
 from paceline_advisor.commands import Roofline
 from paceline_advisor.formulas.network import Tiling, aligned_sizes, alignment_bytes_multiple, best_tiling, better_sizes
+from paceline_advisor.memory.largest import MemoryShortage, memory_shortage
 from paceline_advisor.traces import trace
 
 _OF_LAYERS = ("forward", "dgrad", "wgrad", "recompute")
@@ -555,7 +558,12 @@ def roofline(options: Roofline, log: Log = lambda _: None) -> RooflineReport:
     recipe, assumed = with_placeholder_data(loaded.recipe)
     if chosen.name == "cpu":
         recipe = with_values(recipe, {"parallel.device": "cpu"})
-    machine = None if chosen.name == "cpu" else machine_with(chosen)
+    machine, too_large = None, ""
+    if chosen.name != "cpu":
+        machine = machine_with(chosen)
+        log("looking for the largest micro-batch that fits")
+        if (shortage := memory_shortage(recipe, machine, 1)) is not None:
+            recipe, too_large = _fitting(recipe, shortage)
     with fake_step(recipe, machine=machine) as step:
         found, plan = count_step(step), step.plan
         kinds = {name: type(module).__name__ for name, module in step.network.named_modules()}
@@ -575,8 +583,20 @@ def roofline(options: Roofline, log: Log = lambda _: None) -> RooflineReport:
         least_seconds=sum(each.seconds for each in layers),
         products_seconds=sum(ceilings.seconds(each) for each in found.works if each.product or each.flops),
         arithmetic_seconds=sum(map(ceilings.arithmetic_seconds, found.model_works)),
-        notices=() if assumed is None else (assumed,),
+        notices=tuple(each for each in (assumed, too_large) if each),
         top=options.top,
+    )
+
+
+def _fitting(recipe: Recipe, shortage: MemoryShortage) -> tuple[Recipe, str]:
+    """Return a recipe whose micro-batch fits, and a sentence that says so."""
+    limit = format_bytes(shortage.memory)
+    if not shortage.divisor:
+        return recipe, f"not even one sample fits into {limit}: paceline estimate says what saves memory"
+    fitting = with_values(recipe, {"batch.micro_size": shortage.divisor})
+    return fitting, (
+        f"the recipe's micro-batch does not fit into {limit}, {shortage.largest:,} samples do: computed with "
+        f"batch.micro_size={shortage.divisor}, which gives the same step"
     )
 
 

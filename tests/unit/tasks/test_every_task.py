@@ -104,5 +104,6 @@ def test_a_run_of_it_goes_on_where_it_was_cut_off_and_is_audited_reported_and_ev
 def test_its_memory_is_estimated(task: str) -> None:
     name, changes = TINY[task]
     found = estimate_memory(load_recipe(name, {**_SHORT, **changes}), device="cpu")
-    assert found.needed > found.peak.allocated > 0
+    assert found.peak.allocated > 0
+    assert found.needed is None, "the process was not measured"
     assert {"first step", "step", "evaluation"} <= set(found.peak.parts)

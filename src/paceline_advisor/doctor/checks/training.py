@@ -33,7 +33,7 @@ def does_not_fit(subject: CheckedRun) -> Found:
     shortage = subject.shortage
     if shortage is None:
         return None
-    limit = f"about {shortage.largest:,} do" if shortage.divisor else "not even one does"
+    limit = f"{shortage.largest:,} do" if shortage.divisor else "not even one does"
     result = CheckResult(
         f"a micro-batch of {subject.plan.micro_batch_size:,} samples does not fit into "
         f"{format_bytes(shortage.memory)}, {limit}",
