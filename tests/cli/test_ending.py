@@ -49,6 +49,8 @@ def test_exit_handlers_run_and_destructors_of_libraries_do_not(tmp_path: Path) -
         "import atexit, sys, threading, torch\n"
         "from paceline.cli import main\n"
         "from paceline.telemetry.clock import peak_resident_bytes\n"
+        "kept = open('kept', 'w')\n"
+        "kept.write('all')\n"
         "threading.Thread(target=lambda: (threading.main_thread().join(), print('thread'))).start()\n"
         "atexit.register(lambda: print('handler', peak_resident_bytes()))\n"
         "sys.argv = ['paceline', 'explain', sys.argv[1]]\n"
@@ -56,10 +58,12 @@ def test_exit_handlers_run_and_destructors_of_libraries_do_not(tmp_path: Path) -
     )
     for key, code in (("optimizer.lr", 0), ("optimizer.rl", 2)):
         with (tmp_path / "out").open("wb") as out:
-            process = subprocess.Popen([sys.executable, "-c", program, key], stdout=out, stderr=subprocess.DEVNULL)
+            command = [sys.executable, "-c", program, key]
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL, cwd=tmp_path)
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         *_, thread, handler = (tmp_path / "out").read_text().splitlines()
         assert (process.returncode, thread) == (code, "thread")
+        assert (tmp_path / "kept").read_text() == "all"
         peak = int(handler.removeprefix("handler "))
         assert usage.ru_maxrss * 1024 < peak + 40 * 2**20

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import gc
+import io
 import itertools
 import os
 import resource
@@ -129,7 +131,7 @@ def main() -> None:
 
 
 def _end(code: int) -> None:
-    """End as an interpreter does: wait for threads, then call the functions registered with atexit.
+    """End as an interpreter does: wait for threads, call the functions registered with atexit, write open files.
 
     Destructors of CUDA's libraries are left out where CUDA is not in use. They read so much of their
     files that this would be the peak memory of a small run on a CPU.
@@ -138,8 +140,10 @@ def _end(code: int) -> None:
         sys.exit(code)
     threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public name
     atexit._run_exitfuncs()  # noqa: SLF001  # there is no public name
-    with contextlib.suppress(OSError, ValueError):  # as the interpreter does for standard error
-        sys.stderr.flush()
+    for each in gc.get_objects():
+        if issubclass(type(each), io.IOBase):
+            with contextlib.suppress(Exception):  # closed, or read only
+                each.flush()
     os._exit(final_exit_code(code))
 
 
