@@ -124,11 +124,15 @@ def _annotated(name: str) -> Pictures | None:
     return next((each.pictures for each in named(name) if each.pictures is not None), None)
 
 
+def has_images(recipe: Recipe) -> bool:
+    """Whether a recipe's data are images; a custom task may use those of the data section."""
+    return recipe.task in _OF_IMAGES or _annotated(recipe.data.dataset) is not None or is_reference(recipe.task)
+
+
 def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
     """Return the recipe that would train on this data."""
     recipe = _load(source, overrides)
-    # A custom task may use the images of the data section.
-    if recipe.task not in _OF_IMAGES and _annotated(recipe.data.dataset) is None and not is_reference(recipe.task):
+    if not has_images(recipe):
         reads = "paceline.fit" if recipe.objects else f"`paceline train {source} --plan-only`"
         raise DataError(
             f"check-data looks at images, not at task={recipe.task} with data.dataset={recipe.data.dataset}; nothing "
