@@ -87,8 +87,8 @@ def digits(root: Path, draws: np.random.Generator, _: argparse.Namespace) -> tup
 
 
 def shapes(root: Path, draws: np.random.Generator, _: argparse.Namespace) -> tuple[set[str], list[str]]:
-    """Return the moved ones of 1,500 drawn shapes, and what to train."""
-    labels = [SHAPES[number % len(SHAPES)] for number in range(1500)]
+    """Return the moved ones of 1,000 drawn shapes, and what to train."""
+    labels = [SHAPES[number % len(SHAPES)] for number in range(1000)]
     moved = as_folder(root, [draw_shape(each, draws) for each in labels], labels, moved_labels(labels, draws))
     return moved, ["image_folder", f"data.path={root}", *SMALL, "train.duration=12 epochs"]
 
@@ -112,7 +112,7 @@ def topics(root: Path, draws: np.random.Generator, _: argparse.Namespace) -> tup
     moved = {f"row {number}" for number, ((_, old), new) in enumerate(zip(rows, given, strict=True), 1) if old != new}
     # Smaller than the recipe's network, for time.
     small = "model.options={depth: 1, width: 64, heads: 4}", "data.text.context=64", "parallel.threads=1"
-    small = *small, "optimizer={name: adamw, lr: 0.003, weight_decay: 0.1}"
+    small = *small, "train.duration=6 epochs", "optimizer={name: adamw, lr: 0.003, weight_decay: 0.1}"
     return moved, ["docs-topics", "data.dataset=text_table", f"data.path={path}", *small]
 
 

@@ -2,9 +2,11 @@
 
 The model: a label is right with probability 1 - rate, and otherwise any other class (symmetric noise, whose matrix
 corrects the predictions forward: Patrini et al., "Making Deep Neural Networks Robust to Label Noise", CVPR 2017). A
-temperature calibrates the predictions (Guo et al., "On Calibration of Modern Neural Networks", ICML 2017). Both numbers
-are fitted by maximum likelihood. Bayes' rule then gives the probability that a label is wrong. As in Northcutt et al.,
-"Confident Learning" (JAIR 2021), no sample may be predicted by a network that has learned its label.
+temperature calibrates the predictions (Guo et al., "On Calibration of Modern Neural Networks", ICML 2017). Both are
+fitted by maximum likelihood. Where all samples are equally easy, flat predictions explain wrong labels as well as a
+rate does; so the sharpest predictions in the interval of 95 % are taken. Bayes' rule then gives the probability that a
+label is wrong. As in Northcutt et al., "Confident Learning" (JAIR 2021), no network may have learned a label that it
+judges.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ Labels = NDArray[np.int64]
 
 _MOST_FITTED = 20_000  # evenly spread
 _SHARPNESS = np.exp(np.linspace(-3, 3, 49))  # 1 / temperature
+_INTERVAL = 1.92  # drop of the log-likelihood: half of chi-squared's 95 % quantile for one parameter
 _RATES = np.concatenate([[0.0, 0.001, 0.002, 0.005], np.arange(1, 61) / 100])
 
 
@@ -53,8 +56,9 @@ def estimate_noise(scores: NDArray[np.float32], labels: Labels) -> LabelNoise:
         _likelihoods(_probabilities(scores[fitted], sharpness)[np.arange(len(fitted)), labels[fitted]], classes)
         for sharpness in _SHARPNESS
     ]
-    at, rate_at = np.unravel_index(np.argmax(likelihoods), (len(_SHARPNESS), len(_RATES)))
-    rate = float(_RATES[rate_at])
+    best = np.max(likelihoods, axis=1)  # at each sharpness
+    at = int(np.flatnonzero(best >= best.max() - _INTERVAL).max())
+    rate = float(_RATES[np.argmax(likelihoods[at])])
     probabilities = _probabilities(scores, _SHARPNESS[at])
     given = probabilities[rows, labels]
     as_wrong = rate * (1 - given) / (classes - 1)
@@ -76,9 +80,9 @@ def _probabilities(scores: NDArray[np.float32], sharpness: float) -> Numbers:
 
 
 def _likelihoods(given: Numbers, classes: int) -> Numbers:
-    """Return the mean log-likelihood of the given labels at each rate of wrong ones, [rates]."""
+    """Return the log-likelihood of the given labels at each rate of wrong ones, [rates]."""
     likelihood = (1 - _RATES) * given[:, None] + _RATES * (1 - given[:, None]) / (classes - 1)
-    return np.asarray(np.log(np.maximum(likelihood, 1e-300)).mean(axis=0))
+    return np.asarray(np.log(np.maximum(likelihood, 1e-300)).sum(axis=0))
 
 
 def folds_of(groups: Labels, labels: Labels, folds: int, uniform: Numbers) -> Labels:

@@ -24,7 +24,7 @@ from paceline.data.batch import Batch, tensors_in
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds
-from paceline.errors import DataError, RecipeError, TrainingError
+from paceline.errors import CheckpointError, DataError, RecipeError, TrainingError
 from paceline.host.world import World
 from paceline.metrics.answers import as_png
 from paceline.models.precision import Precision
@@ -39,7 +39,7 @@ from paceline_data.inspect.label_noise import LabelNoise, estimate_noise, folds_
 
 Split = Literal["train", "validation"]
 
-_LEAST_PROBABILITY = 0.3  # of being wrong, for a label to be named: a look at a right one costs little
+_LEAST_PROBABILITY = 0.5  # a label is named if it is more probably wrong than right
 _MOST_PICTURES = 200
 _PICTURES_AT_ONCE = 50
 _FEWEST = 20  # predicted samples: fewer tell nothing about the share of wrong labels
@@ -79,7 +79,7 @@ class WrongLabels:
 
     Attributes:
         run: The run.
-        found: Labels that are wrong with a probability of at least 30 %, the most probable first.
+        found: Labels that are more probably wrong than right, the most probable first.
         checked: Samples that were predicted, by split.
         rates: Estimated share of wrong labels, by split.
         folds: Number of folds; None without.
@@ -140,8 +140,12 @@ def find_wrong_labels(
         PacelineError: If the run cannot be used, or a fold cannot be trained.
     """
     request = EvaluationRequest(target=run, overrides=tuple(overrides))
-    saved, subject = open_saved(request, World())
-    task, result = build_task(subject.recipe), WrongLabels(run=str(run), checked={}, rates={}, pictures={})
+    result = WrongLabels(run=str(run), checked={}, rates={}, pictures={})
+    try:
+        saved, subject = open_saved(request, World())
+    except CheckpointError as error:  # the images can be checked all the same
+        return replace(result, not_checked=str(error).rstrip("."))
+    task = build_task(subject.recipe)
     if (sizes := _sizes(task)) is None:
         what = f"the task {task_name(task)} has not one class for each image or text"
         return replace(result, not_checked=f"{what}, which is all that wrong labels are looked for in")
@@ -159,13 +163,16 @@ def find_wrong_labels(
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(TemporaryDirectory(prefix="paceline-")) if output is None else output / "folds"
             parts["train"] = _predict_in_folds(run, overrides, folds, duration, Path(folder), log)
+    noise: dict[Split, LabelNoise] = {}
     for split, part in parts.items():
         if len(part.ids) < _FEWEST:
             unseen.append(f"{len(part.ids)} {split} samples are too few to judge")
-    noise = {
-        split: estimate_noise(each.scores, each.labels) for split, each in parts.items() if len(each.ids) >= _FEWEST
-    }
-    names = task.description()["class_names"]
+        elif not np.isfinite(part.scores).all():
+            unseen.append(f"the network's answers to {split} samples are not finite")
+        else:
+            noise[split] = estimate_noise(part.scores, part.labels)
+    width = max((each.scores.shape[1] for each in parts.values()), default=0)
+    names = task.description().get("class_names") or [str(number) for number in range(width)]
     found = sorted(
         (each for split, known in noise.items() for each in _named(split, parts[split], known, names)),
         key=lambda each: (-each.score, each.split, each.id),
@@ -189,7 +196,7 @@ def _sizes(task: Task) -> tuple[int, int] | None:
 
 
 def _named(split: Split, part: _Predicted, noise: LabelNoise, names: Sequence[str]) -> Iterator[WrongLabel]:
-    for at in np.flatnonzero(noise.wrong >= _LEAST_PROBABILITY).tolist():
+    for at in np.flatnonzero(noise.wrong > _LEAST_PROBABILITY).tolist():
         yield WrongLabel(
             id=int(part.ids[at]),
             split=split,
