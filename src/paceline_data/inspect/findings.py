@@ -85,7 +85,7 @@ def _candidates(hashes: Hashes, queries: Ids, known_ids: Ids) -> Iterator[tuple[
 
 
 def _unequal_bits(one: Hashes, two: Hashes) -> Ids:
-    return _SET_BITS[(one ^ two).view(np.uint16).reshape(-1, 4)].sum(axis=1, dtype=np.int64)
+    return np.asarray(_SET_BITS[(one ^ two).view(np.uint16).reshape(-1, 4)].sum(axis=1, dtype=np.int64))
 
 
 def _nearest(found: Ids, more: Ids) -> Ids:

@@ -39,7 +39,7 @@ from paceline_data.inspect.label_noise import LabelNoise, estimate_noise, folds_
 
 Split = Literal["train", "validation"]
 
-_LEAST_PROBABILITY = 0.5  # a label is named if it is more probably wrong than right
+_LEAST_PROBABILITY = 0.8  # of being wrong: the fit prefers sharp predictions
 _MOST_PICTURES = 200
 _PICTURES_AT_ONCE = 50
 _FEWEST = 20  # predicted samples: fewer tell nothing about the share of wrong labels
@@ -79,7 +79,7 @@ class WrongLabels:
 
     Attributes:
         run: The run.
-        found: Labels that are more probably wrong than right, the most probable first.
+        found: Labels that are wrong with a probability of at least 80 %, the most probable first.
         checked: Samples that were predicted, by split.
         rates: Estimated share of wrong labels, by split.
         folds: Number of folds; None without.
@@ -196,7 +196,7 @@ def _sizes(task: Task) -> tuple[int, int] | None:
 
 
 def _named(split: Split, part: _Predicted, noise: LabelNoise, names: Sequence[str]) -> Iterator[WrongLabel]:
-    for at in np.flatnonzero(noise.wrong > _LEAST_PROBABILITY).tolist():
+    for at in np.flatnonzero(noise.wrong >= _LEAST_PROBABILITY).tolist():
         yield WrongLabel(
             id=int(part.ids[at]),
             split=split,
@@ -269,8 +269,12 @@ def _predict_in_folds(
             raise TrainingError(f"fold {fold + 1} was stopped; the same command with the same --output resumes it.")
         found = _predict(EvaluationRequest(target=target, task=maker))
         parts.append(replace(found, ids=ids[found.ids]))
-    joined = (np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "scores", "labels"))
-    return _Predicted(*joined, [name for part in parts for name in part.names])
+    return _Predicted(
+        np.concatenate([part.ids for part in parts]),
+        np.concatenate([part.scores for part in parts]),
+        np.concatenate([part.labels for part in parts]),
+        [name for part in parts for name in part.names],
+    )
 
 
 def _without(ids: SampleIds, recipe: Recipe) -> Task:
