@@ -23,6 +23,7 @@ from PIL import Image, ImageDraw
 
 import paceline
 from paceline.data.image.sets.digits import read_digits
+from paceline.parsing.units import counted
 from paceline.recipe.load import load_recipe
 from paceline.tasks.task import build_task
 
@@ -159,7 +160,7 @@ def measure(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
         "found": len(right),
         "false": len(named) - len(right),
         "clean": checked - len(moved),
-        "rates": found["estimated_rates"],
+        "agreement": found["agreement"],
     }
 
 
@@ -192,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines.append(
             f"{name}: {figures[name]['found_percent']:.1f} % of the moved labels found; "
             f"{figures[name]['false_of_named_percent']:.1f} % of the named ones were right, "
-            f"{figures[name]['false_of_clean_percent']:.2f} % of the clean ones ({options.seeds} seeds)."
+            f"{figures[name]['false_of_clean_percent']:.2f} % of the clean ones ({counted(options.seeds, 'seed')})."
         )
         print(write_result("wrong-labels", {"folds": FOLDS, "moved_share": MOVED, "sets": figures}, lines))
 

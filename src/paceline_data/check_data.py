@@ -231,7 +231,7 @@ def _of_labels(labels: WrongLabels, root: str | None) -> Iterator[str | Text]:
         if len(labels.found) > _NAMED:
             yield f"        … and {len(labels.found) - _NAMED:,} more (--json names them)"
     for split, count in labels.checked.items():
-        yield f"labels    {count:,} of {split} checked: about {100 * labels.rates[split]:.1f} % are wrong"
+        yield f"labels    {count:,} of {split} checked: predictions agree with {100 * labels.agreement[split]:.1f} %"
     if labels.not_checked:
         yield one_line(f"labels    not checked: {labels.not_checked}")
 

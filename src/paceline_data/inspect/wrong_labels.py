@@ -81,7 +81,7 @@ class WrongLabels:
         run: The run.
         found: Labels that are wrong with a probability of at least 80 %, the most probable first.
         checked: Samples that were predicted, by split.
-        rates: Estimated share of wrong labels, by split.
+        agreement: Share of these labels that the predictions agree with, by split.
         folds: Number of folds; None without.
         not_checked: Why labels, or those of a split, were not checked.
         pictures: Data URLs of the first ones found, as the network sees them, by split and id.
@@ -90,7 +90,7 @@ class WrongLabels:
     run: str
     found: tuple[WrongLabel, ...] = ()
     checked: dict[Split, int]
-    rates: dict[Split, float]
+    agreement: dict[Split, float]
     folds: int | None = None
     not_checked: str = ""
     pictures: dict[tuple[Split, int], str]
@@ -101,7 +101,7 @@ class WrongLabels:
             "run": self.run,
             "folds": self.folds,
             "checked": self.checked,
-            "estimated_rates": self.rates,
+            "agreement": self.agreement,
             "not_checked": self.not_checked,
             "entries": list(map(asdict, self.found)),
         }
@@ -140,7 +140,7 @@ def find_wrong_labels(
         PacelineError: If the run cannot be used, or a fold cannot be trained.
     """
     request = EvaluationRequest(target=run, overrides=tuple(overrides))
-    result = WrongLabels(run=str(run), checked={}, rates={}, pictures={})
+    result = WrongLabels(run=str(run), checked={}, agreement={}, pictures={})
     try:
         saved, subject = open_saved(request, World())
     except CheckpointError as error:  # the images can be checked all the same
@@ -181,7 +181,7 @@ def find_wrong_labels(
         result,
         found=tuple(found),
         checked={split: len(parts[split].ids) for split in noise},
-        rates={split: each.rate for split, each in noise.items()},
+        agreement={split: float((parts[split].scores.argmax(axis=1) == parts[split].labels).mean()) for split in noise},
         folds=folds,
         not_checked="; ".join(unseen),
         pictures=_pictures(subject.recipe, found[:_MOST_PICTURES]),
