@@ -32,7 +32,7 @@ FOLDS = 5
 SHAPES = ("circle", "cross", "square", "star", "triangle")
 DIGITS = ("data.image_size=8", "data.workers=0", "train.duration=8 epochs", "parallel.threads=1")
 SMALL = (
-    *("model.name=small_resnet", "model.options={width: 8, stages: 2}", "data.image_size=32", "batch.global_size=64"),
+    *("model.name=small_resnet", "model.options={width: 8, stages: 3}", "data.image_size=32", "batch.global_size=64"),
     *("optimizer.lr=0.2", "train.precision=fp32", "train.label_smoothing=0.1", "data.workers=0", "parallel.threads=1"),
 )
 
@@ -92,7 +92,7 @@ def shapes(root: Path, draws: np.random.Generator, _: argparse.Namespace) -> tup
     """Return the moved ones of 1,000 drawn shapes, and what to train."""
     labels = [SHAPES[number % len(SHAPES)] for number in range(1000)]
     moved = as_folder(root, [draw_shape(each, draws) for each in labels], labels, moved_labels(labels, draws))
-    return moved, ["image_folder", f"data.path={root}", *SMALL, "train.duration=8 epochs"]
+    return moved, ["image_folder", f"data.path={root}", *SMALL, "train.duration=24 epochs"]
 
 
 def topics(root: Path, draws: np.random.Generator, _: argparse.Namespace) -> tuple[set[str], list[str]]:
