@@ -53,6 +53,9 @@ def check_data(
     workers: int | None = None,
     limit: int | None = None,
     quarantine: str | Path | None = None,
+    folds: int | None = None,
+    duration: str | None = None,
+    output: str | Path | None = None,
     trust_code: bool = False,
 ) -> CommandResult: ...
 def estimate(

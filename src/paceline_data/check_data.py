@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
-from paceline.command import Log, Overrides, Shape, command
+from paceline.command import Log, Output, Overrides, Shape, command
+from paceline.errors import RecipeError
+from paceline.pages.page import Block, Gallery, Picture, Table
 from paceline.pages.shown import Document, Result, Shown
 from paceline.parsing.plain_text import one_line
 from paceline.parsing.units import counted
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from paceline_data.inspect.findings import FindingEntry
     from paceline_data.inspect.gather import Progress
     from paceline_data.inspect.quarantine import Quarantine
+    from paceline_data.inspect.wrong_labels import WrongLabel, WrongLabels
 
 _NAMED = 5
 _BAR = 30
@@ -33,28 +36,33 @@ _COLOURS = {"breaks": "bold red", "spoils": "magenta", "costs": "yellow", "notic
 @command("check-data", group="Data", place=0)
 @dataclass(frozen=True, kw_only=True)
 class CheckData:
-    """Find images that would break or spoil a run.
+    """Find images that would break or spoil a run, and likely wrong labels.
 
-    SOURCE is a folder of images, an archive, or a recipe by name or file, whose data section is checked.
+    SOURCE is a folder of images, an archive, or a recipe by name or file, whose data section is checked; or a run.
 
     Every image is read as in a run. The report lists images that a run cannot read (breaks), images in two splits or
     two classes (spoils), images that are slow to read (costs) and possible mistakes (notice), with file names and
     advice. KEY=VALUE changes the data section, for example data.validation_fraction=0.1.
 
+    With a run, labels of its held-out images or texts that its network contradicts are listed too, the most likely
+    wrong ones first. --folds 5 also checks its training samples: it trains the recipe five times, each time without a
+    fifth of them.
+
     Nothing in SOURCE is changed, unless --quarantine moves what breaks a run, and held-out copies of training images
     (without val/ and test/: all copies but one), out of it. Of a file and a link to it, the link is moved; what lies
     behind a linked folder is not. Nothing is deleted: sh DIR/undo.sh moves everything back.
 
-    Exit code 1 if anything breaks or spoils a run, 0 if not.
+    Exit code 1 if anything breaks or spoils a run, 0 if not. Likely wrong labels do not count.
 
     Examples:
       paceline check-data photos
       paceline check-data photos --limit 2000
       paceline check-data photos --quarantine photos-broken
       paceline check-data resnet50 data.path=imagenet --json
+      paceline check-data runs/photos --folds 5 --output labels
     """
 
-    source: Annotated[str, Shape(metavar="SOURCE", recipe=True)]
+    source: Annotated[str, Shape(metavar="SOURCE|RUN", recipe=True)]
     overrides: Overrides = ()
     workers: Annotated[int | None, Ge(1), "Number of reading processes (default: one per core)."] = None
     limit: Annotated[int | None, Ge(1), "Check only N images, spread over the data set."] = None
@@ -64,20 +72,61 @@ class CheckData:
         "Move what breaks a run, and held-out copies of training images, to DIR, next to the data.",
     ] = None
 
-    def run(self, _: Log) -> Result:
-        """Check the data."""
-        from paceline_data.inspect.check import check_data
+    folds: Annotated[
+        int | None,
+        Ge(2),
+        Shape(metavar="K"),
+        "With a run: also check the labels of its training samples, by training K times without a part of them.",
+    ] = None
+    duration: Annotated[
+        str | None,
+        Shape(metavar="DURATION", only="folds"),
+        'Duration of each fold\'s training, such as "3 epochs" (default: as the run).',
+    ] = None
+    output: Output = None
 
-        with _progress() as progress:
-            report = check_data(
-                self.source,
-                self.overrides,
-                workers=self.workers,
-                limit=self.limit,
-                quarantine=self.quarantine,
-                progress=progress,
+    def run(self, log: Log) -> Result:
+        """Check the data."""
+        from paceline.recipe.load import load_recipe
+        from paceline_data.inspect.check import check_data
+        from paceline_data.inspect.gather import has_images
+
+        path = Path(self.source).expanduser()
+        is_run = (path / "plan.json").is_file()
+        if self.folds is not None and not is_run:
+            raise RecipeError(
+                f"--folds={self.folds} checks the labels of a run's data, and {self.source!r} is not a run directory; "
+                "train first, then name the run.",
+                key="--folds",
+                value=self.folds,
             )
-        return Document(document=report.to_json(), shown=Shown(blocks=list(_lines(report)), ok=report.passed or ""))
+        report, labels = None, None
+        if not is_run or has_images(load_recipe(self.source, self.overrides).recipe):
+            with _progress() as progress:
+                report = check_data(
+                    self.source,
+                    self.overrides,
+                    workers=self.workers,
+                    limit=self.limit,
+                    quarantine=self.quarantine,
+                    progress=progress,
+                )
+        if is_run:
+            from paceline_data.inspect.wrong_labels import find_wrong_labels
+
+            labels = find_wrong_labels(
+                path, self.overrides, folds=self.folds, duration=self.duration, output=self.output, log=log
+            )
+        passed = report is None or report.passed
+        document = {"source": self.source, "passed": True} if report is None else report.to_json()
+        shown = Shown(
+            title="" if self.output is None else "Data check",
+            subtitle=self.source,
+            blocks=[*_lines(report, labels)],
+            on_page=[] if labels is None else [*_sheet(labels)],
+            ok=passed or "",
+        )
+        return Document(document=document | ({} if labels is None else {"labels": labels.to_json()}), shown=shown)
 
 
 @contextlib.contextmanager
@@ -112,8 +161,38 @@ def _progress() -> Iterator[Progress]:
 _SINGULAR = {"classes": "class", "labels": "label", "numbers": "number"}
 
 
-def _lines(report: DataReport) -> Iterator[str | Text]:
+def _lines(report: DataReport | None, labels: WrongLabels | None) -> Iterator[str | Text]:
     """Report what was checked, what was found, and whether the data can be trained on."""
+    from rich.text import Text
+
+    if report is not None:
+        yield from _of_images(report)
+    root = None if report is None else report.root
+    if labels is not None:
+        yield from _of_labels(labels, root)
+    elif report is not None and report.learned == "classes":
+        yield "labels    wrong ones are not looked for without a run: train, then `paceline check-data RUN`"
+    if report is not None and report.quarantine is not None:
+        yield from _moved(report.quarantine, report)
+    wrong = [] if labels is None or not labels.found else [counted(len(labels.found), "likely wrong label")]
+    if report is None:
+        yield Text.from_markup("[green]passed[/]").append(f": {', '.join(wrong) or 'nothing found'}.")
+        return
+    said = {severity: f"{count:,} {severity}" for severity, count in report.count.items() if count}
+    if report.count["notice"] > 1:
+        said["notice"] += "s"
+    summary = ", ".join([*said.values(), *wrong]) or "nothing found"
+    for severity in ("breaks", "spoils"):
+        kinds = {each.kind.name for each in report.findings if each.kind.severity == severity}
+        if report.quarantine is not None and kinds <= report.quarantine.kinds:
+            summary = summary.replace(f" {severity}", f" {severity}, moved away")
+    verdict = "[green]passed[/]" if report.passed else "[bold red]failed[/]"
+    processes = counted(report.workers, "process")
+    yield Text.from_markup(verdict).append(f": {summary}; {report.seconds:.1f} s with {processes}.")
+
+
+def _of_images(report: DataReport) -> Iterator[str | Text]:
+    """Report the images, what was found among them, and their statistics."""
     from rich.text import Text
 
     splits = ", ".join(f"{each['samples']:,} {name}" for name, each in report.splits.items())
@@ -135,19 +214,53 @@ def _lines(report: DataReport) -> Iterator[str | Text]:
     yield from _figures(report)
     if report.cost:
         yield from _cost(report)
-    if report.quarantine is not None:
-        yield from _moved(report.quarantine, report)
-    said = {severity: f"{count:,} {severity}" for severity, count in report.count.items() if count}
-    if report.count["notice"] > 1:
-        said["notice"] += "s"
-    summary = ", ".join(said.values()) or "nothing found"
-    for severity in ("breaks", "spoils"):
-        kinds = {each.kind.name for each in report.findings if each.kind.severity == severity}
-        if report.quarantine is not None and kinds <= report.quarantine.kinds:
-            summary = summary.replace(f" {severity}", f" {severity}, moved away")
-    verdict = "[green]passed[/]" if report.passed else "[bold red]failed[/]"
-    processes = counted(report.workers, "process")
-    yield Text.from_markup(verdict).append(f": {summary}; {report.seconds:.1f} s with {processes}.")
+
+
+def _of_labels(labels: WrongLabels, root: str | None) -> Iterator[str | Text]:
+    """Report likely wrong labels, and which were checked."""
+    from rich.text import Text
+
+    if labels.found:
+        heading = f"[{_COLOURS['notice']}]notice[/]  [bold]{counted(len(labels.found), 'likely wrong label')}[/]"
+        yield Text.from_markup(heading).append(
+            ": the network contradicts them; look at them (--output DIR writes a page)"
+        )
+        for each in labels.found[:_NAMED]:
+            where = f"{each.split} {each.id}, {_relative(each.sample, root)}"
+            yield f"        {where}: {_change(each)}"
+        if len(labels.found) > _NAMED:
+            yield f"        … and {len(labels.found) - _NAMED:,} more (--json names them)"
+    for split, count in labels.checked.items():
+        yield f"labels    {count:,} of {split} checked: predictions agree with {100 * labels.agreement[split]:.1f} %"
+    if labels.not_checked:
+        yield one_line(f"labels    not checked: {labels.not_checked}")
+
+
+def _change(each: WrongLabel) -> str:
+    return one_line(f"{each.given} → {each.suggested} ({100 * each.score:.0f} %)")
+
+
+def _sheet(labels: WrongLabels) -> Iterator[Block]:
+    """Show the likely wrong labels as pictures, and all in a table."""
+    if not labels.found:
+        return
+    pictures = [
+        Picture(data=data, caption=_change(each), alternative=f"{each.split} {each.id}: {one_line(each.sample)}")
+        for each in labels.found
+        if (data := labels.pictures.get((each.split, each.id)))
+    ]
+    if pictures:
+        caption = "Likely wrong labels: given → suggested (probability that the given one is wrong)"
+        yield Gallery(pictures=pictures, caption=caption)
+    yield Table(
+        columns=("sample", "split", "id", "given", "suggested", "probably wrong"),
+        rows=[
+            (one_line(each.sample), each.split, each.id, each.given, each.suggested, f"{100 * each.score:.1f} %")
+            for each in labels.found
+        ],
+        caption=f"All {counted(len(labels.found), 'likely wrong label')}",
+        folded=bool(pictures),
+    )
 
 
 def _moved(quarantine: Quarantine, report: DataReport) -> Iterator[str]:

@@ -90,6 +90,14 @@ class StoredCorpus:
         self.is_target = is_target
         self.begins = np.concatenate([[0], np.cumsum(lengths)])
 
+    def part(self, documents: NDArray[np.int64]) -> StoredCorpus:
+        """Return some of the documents."""
+        places = [np.arange(*self.begins[each : each + 2]) for each in documents.tolist()]
+        tokens = np.concatenate([np.empty(0, dtype=np.int64), *places])
+        is_target = None if self.is_target is None else self.is_target[tokens]
+        names = [self.names[each] for each in documents.tolist()]
+        return StoredCorpus(self.tokens[tokens], self.lengths[documents], names, is_target)
+
     def read(self, document: int, begin: int, end: int) -> TokenIds:
         """Return a copy of some of a document's tokens."""
         first = self.begins[document]

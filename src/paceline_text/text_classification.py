@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from paceline_text.corpus import StoredCorpus, without_text
 from paceline_text.models import build_text_classifier
 from paceline_text.pipeline import padded, padding
 from paceline_text.sets.labelled import LabelledTexts, open_labelled
-from paceline_text.tokenizer import TokenIds, refuse_other_tokenizer
+from paceline_text.tokenizer import TokenIds, refuse_other_tokenizer, text_digest
 from paceline_text.transformers_models import PREFIX
 
 if TYPE_CHECKING:
@@ -187,6 +188,23 @@ class TextClassification(Task):
         refuse_other_tokenizer(
             self.dataset.tokenizer, saved.description("data"), str(saved.path), name=self.recipe.data.text.tokenizer
         )
+
+    def split_sizes(self) -> tuple[int, int] | None:
+        """Return the texts of training and of validation, if each has one class."""
+        return None if self.per_word else (len(self.dataset.labels[0]), len(self.dataset.labels[1]))
+
+    def score_only(self, ids: TokenIds, *, training: bool) -> None:
+        """Score some training or validation texts."""
+        dataset = self.dataset
+        corpus, labels = (dataset.train if training else dataset.validation), dataset.labels[not training]
+        self.dataset = replace(dataset, validation=corpus.part(ids), labels=(dataset.labels[0], labels[ids]))
+
+    def train_only(self, ids: TokenIds) -> None:
+        """Train on some of the training texts."""
+        dataset = self.dataset
+        train, labels = dataset.train.part(ids), (dataset.labels[0][ids], dataset.labels[1])
+        digest = text_digest(dataset.digest.encode(), b"train only", ids.tobytes())
+        self.dataset = replace(dataset, train=train, labels=labels, digest=digest)
 
     def recall(self, saved: SavedWeights) -> None:
         """Take the tokenizer and the classes from the description; no text is read."""

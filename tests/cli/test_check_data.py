@@ -40,6 +40,7 @@ def test_a_clean_folder_passes(paceline_here: Call, photos: Path) -> None:
     assert first == "photos: image_folder, 2 classes, 22 train, 6 validation"
     assert last.startswith("passed: nothing found; ")
     assert "one core decodes" in done.out
+    assert "wrong ones are not looked for without a run: train, then `paceline check-data RUN`" in done.out
     for name in ("2024", "photos #2", "[red]: cats"):  # with a meaning in YAML
         photos = photos.rename(photos.with_name(name))
         assert paceline_here("check-data", name).ended(0).out.startswith(f"{name}: image_folder, 2 classes, 22 train")
@@ -108,6 +109,22 @@ def test_the_document(paceline_here: Call, photos: Path) -> None:
     assert set(found["cost"]) == {"cpu_ms_per_image", "images_per_second_per_core", "histogram", "slowest"}
     assert sum(bar["images"] for bar in found["cost"]["histogram"]) == 28
     assert set(found["cost"]["slowest"][0]) == {"path", "cpu_ms", "width", "height", "file_bytes"}
+
+
+def test_a_run_s_labels_are_checked_too(paceline_here: Call, photos: Path, tmp_path: Path) -> None:
+    recipe = ("image_folder", "data.path=photos", "model.name=small_resnet", "data.image_size=16", "data.workers=0")
+    short = ("train.duration=2 steps", "batch.global_size=4", "telemetry.trackers=[]", "telemetry.report=false")
+    paceline_here("train", *recipe, *short, "data.validation_fraction=0.8", "--run-dir", "run").ended(0)
+    done = paceline_here("check-data", "run", "--json", "--output", "out").ended(0)
+    labels = done.document["labels"]
+    assert set(labels) == {"run", "folds", "checked", "agreement", "not_checked", "entries"}
+    assert labels["checked"] == {"validation": 22}
+    assert labels["not_checked"] == "training samples are checked with --folds 5"
+    assert json.loads((tmp_path / "out" / "check-data.json").read_text()) == done.document
+    assert (
+        "labels    22 of validation checked: predictions agree with " in paceline_here("check-data", "run").ended(0).out
+    )
+    paceline_here("check-data", "photos", "--folds", "3").refused("is not a run directory; train first")
 
 
 def test_the_copy_of_an_address_is_checked_and_stays_whole(paceline_here: Call, photos: Path, tmp_path: Path) -> None:

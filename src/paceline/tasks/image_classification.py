@@ -34,7 +34,7 @@ from paceline.data.image.pipeline import (
     measure,
     open_backend,
 )
-from paceline.data.image.selection import keep_known_classes
+from paceline.data.image.selection import digest_of, keep_known_classes, part_of
 from paceline.data.image.source import ArraySource, SubsetSource, encoded_source, part_numbers, repeated
 from paceline.data.image.transforms import Mixing, View, first_images
 from paceline.data.pipeline import Pipeline
@@ -323,6 +323,12 @@ class ImageTask(Task):
         """Score some training or validation images, without augmentation."""
         source = self.dataset.train if training else self.dataset.validation
         self.dataset = replace(self.dataset, validation=SubsetSource(source, ids))
+
+    def train_only(self, ids: SampleIds) -> None:
+        """Train on some of the training images."""
+        dataset = self.dataset
+        digest = digest_of(dataset.digest, "train only", ids)
+        self.dataset = replace(dataset, train=part_of(dataset.train, ids), digest=digest)
 
     def score_holdout(self, trained: str) -> None:
         """Score the images that `data.holdout_fraction` held out of training."""

@@ -377,11 +377,18 @@ class Task(ABC):
         """
 
     def split_sizes(self) -> tuple[int, int] | None:
-        """Return the counts of training and validation samples, if :meth:`score_only` takes some of them; else None."""
+        """Return the counts of training and validation samples, if one can choose among them; else None.
+
+        Call :meth:`score_only` before :meth:`train_only`, which numbers the training samples anew.
+        """
         return None
 
     def score_only(self, ids: SampleIds, *, training: bool) -> None:
         """Score some training or validation samples, prepared as validation samples are, in place of the latter."""
+        raise NotImplementedError  # a task with :meth:`split_sizes` has its own
+
+    def train_only(self, ids: SampleIds) -> None:
+        """Train on some of the training samples."""
         raise NotImplementedError  # a task with :meth:`split_sizes` has its own
 
     def score_holdout(self, trained: str) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from paceline.data.image.source import Ids
 from paceline.data.labels import listed_names, similar_names
 from paceline.parsing.plain_text import quoted
-from paceline_data.inspect.gather import MAX_NAMED, CheckedData, Progress, SampleFacts, similar
+from paceline_data.inspect.gather import MAX_NAMED, CheckedData, Progress, SampleFacts, same_pictures
 from paceline_data.inspect.look import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, SEVERITIES, Kind
 
 Hashes = NDArray[np.uint64]
@@ -23,6 +23,7 @@ Hashes = NDArray[np.uint64]
 MOST_BITS = 5
 _BANDS = ((0, 11), (11, 11), (22, 11), (33, 11), (44, 10), (54, 10))
 _MOST_IN_BAND = 4096  # maximum images per band value; a set with more is full of similar images
+_MOST_MATCHES = 8  # of a sample, that are compared with it
 _AT_ONCE = 1 << 20  # pairs in memory
 _SET_BITS = np.array([number.bit_count() for number in range(1 << 16)], dtype=np.uint8)
 
@@ -48,20 +49,21 @@ def first_of(content: Hashes, present: NDArray[np.bool_], late: NDArray[np.bool_
 
 
 def near_duplicates(hashes: Hashes, split_of: Ids, first: Ids) -> Ids:
-    """Return pairs of a sample and the most similar one in an earlier split, int64 [pairs, 2].
+    """Return pairs of a sample and one of the most similar ones in earlier splits, nearest first, int64 [pairs, 2].
 
+    A background that many images share makes their hashes equal, so that a sample's copy is not always the first.
     Identical files and samples with hash 0 are left out.
     """
-    nearest = np.full(len(hashes), MOST_BITS + 1, dtype=np.uint8)
-    nearest_match = np.full(len(hashes), -1, dtype=np.int64)
+    found = np.empty((0, 3), dtype=np.int64)
     seen = np.flatnonzero(hashes)
     for split in np.unique(split_of[seen])[1:]:
         queries, candidates = seen[split_of[seen] == split], seen[split_of[seen] < split]
         for first_ids, second_ids in _candidates(hashes, queries, candidates):
-            apart = first[first_ids] != first[second_ids]
-            _keep_nearest(hashes, first_ids[apart], second_ids[apart], nearest, nearest_match)
-    matched = np.flatnonzero(nearest_match >= 0)
-    return np.stack([matched, nearest_match[matched]], axis=1)
+            bits = _unequal_bits(hashes[first_ids], hashes[second_ids])
+            close = (first[first_ids] != first[second_ids]) & (bits <= MOST_BITS)
+            if close.any():
+                found = _nearest(found, np.stack([first_ids[close], bits[close], second_ids[close]], axis=1))
+    return found[:, [0, 2]]
 
 
 def _candidates(hashes: Hashes, queries: Ids, known_ids: Ids) -> Iterator[tuple[Ids, Ids]]:
@@ -82,14 +84,16 @@ def _candidates(hashes: Hashes, queries: Ids, known_ids: Ids) -> Iterator[tuple[
             start = stop
 
 
-def _keep_nearest(hashes: Hashes, one: Ids, two: Ids, nearest: NDArray[np.uint8], other: Ids) -> None:
-    different = (hashes[one] ^ hashes[two]).view(np.uint16).reshape(-1, 4)
-    bits = _SET_BITS[different].sum(axis=1, dtype=np.uint8)
-    close = bits < nearest[one]
-    one, two, bits = one[close], two[close], bits[close]
-    order = np.lexsort((two, bits, one))
-    samples, places = np.unique(one[order], return_index=True)
-    nearest[samples], other[samples] = bits[order][places], two[order][places]
+def _unequal_bits(one: Hashes, two: Hashes) -> Ids:
+    return np.asarray(_SET_BITS[(one ^ two).view(np.uint16).reshape(-1, 4)].sum(axis=1, dtype=np.int64))
+
+
+def _nearest(found: Ids, more: Ids) -> Ids:
+    """Return the rows (sample, bits, other) of both, a sample's nearest few, sorted."""
+    rows = np.unique(np.concatenate([found, more]), axis=0)
+    begins = np.flatnonzero(np.diff(rows[:, 0], prepend=-1))
+    place = np.arange(len(rows)) - np.repeat(begins, np.diff(begins, append=len(rows)))
+    return rows[place < _MOST_MATCHES]
 
 
 # Bin edges of the histogram of CPU time per decoded image, in milliseconds.
@@ -183,9 +187,6 @@ def _quantiles(values: NDArray[Any]) -> dict[str, float]:
         "maximum": float(values.max()),
         "mean": float(values.mean(dtype=np.float64)),
     }
-
-
-_LOOKS_THE_SAME = 0.95
 
 
 @dataclass(frozen=True)
@@ -315,8 +316,9 @@ def _of_copies(gathered: SampleFacts, *, workers: int, progress: Progress) -> It
     ):
         yield from _pairs(gathered, name, np.stack([copies[which], first[copies[which]]], axis=1))
     pairs = near_duplicates(gathered.rows["hash"], split_of, first)
-    similarity = similar(gathered, pairs, workers=workers, progress=progress)
-    yield from _pairs(gathered, "near_leak", pairs[similarity >= _LOOKS_THE_SAME])
+    pairs = pairs[same_pictures(gathered, pairs, workers=workers, progress=progress)]
+    nearest = np.unique(pairs[:, 0], return_index=True)[1]
+    yield from _pairs(gathered, "near_leak", pairs[nearest])
 
 
 def _pairs(gathered: SampleFacts, name: str, pairs: Ids) -> Iterator[DataFinding]:

@@ -26,7 +26,7 @@ from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.file_checks import spread
 from paceline.data.image.sets.archives import find_archive
 from paceline.data.image.sets.image_folder import open_unread_test, unread_entries
-from paceline.data.image.source import BrokenImageError, Ids, Image, JoinedSource, SampleSource
+from paceline.data.image.source import BrokenImageError, Ids, JoinedSource, SampleSource
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.parsing.plain_yaml import yaml_line
 from paceline.plugins.dataset_registry import Pictures, detect_dataset, named
@@ -35,7 +35,8 @@ from paceline.recipe.load import load_recipe, set_by, shipped_recipes
 from paceline.recipe.schema import Recipe
 from paceline.storage.addresses import is_address
 from paceline.storage.cache import local_path
-from paceline_data.inspect.look import BIT, ROW, Defect, Rows, Viewer, grey_parts, look
+from paceline_data.inspect.compare import is_same_picture
+from paceline_data.inspect.look import BIT, ROW, Defect, Rows, Viewer, look
 
 _OF_IMAGES = ("image_classification", "image_multilabel", "image_regression", "distillation")
 # Keys about preprocessing, which is not checked; a custom source may need any key.
@@ -123,11 +124,15 @@ def _annotated(name: str) -> Pictures | None:
     return next((each.pictures for each in named(name) if each.pictures is not None), None)
 
 
+def has_images(recipe: Recipe) -> bool:
+    """Whether a recipe's data are images; a custom task may use those of the data section."""
+    return recipe.task in _OF_IMAGES or _annotated(recipe.data.dataset) is not None or is_reference(recipe.task)
+
+
 def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
     """Return the recipe that would train on this data."""
     recipe = _load(source, overrides)
-    # A custom task may use the images of the data section.
-    if recipe.task not in _OF_IMAGES and _annotated(recipe.data.dataset) is None and not is_reference(recipe.task):
+    if not has_images(recipe):
         reads = "paceline.fit" if recipe.objects else f"`paceline train {source} --plan-only`"
         raise DataError(
             f"check-data looks at images, not at task={recipe.task} with data.dataset={recipe.data.dataset}; nothing "
@@ -162,7 +167,6 @@ Progress = Callable[[str, int, int], None]
 """Called with the current activity, the amount done, and the total."""
 
 MAX_NAMED = 10_000
-_PARTS = 32
 _KILLED = "killed, as the system does when memory runs out"
 
 
@@ -235,21 +239,21 @@ def gather(
     return facts
 
 
-def similar(
+def same_pictures(
     gathered: SampleFacts, pairs: Ids, *, workers: int, progress: Progress
-) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """Return the similarity of each pair of images: correlation of 32x32 grey thumbnails, float32 [pairs]."""
-    result = np.zeros(len(pairs), dtype=np.float32)
+) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return a mask of the pairs of images that show the same picture, bool [pairs]."""
+    result = np.zeros(len(pairs), dtype=bool)
 
-    def work(piece: range, note: Note) -> list[float]:
+    def work(piece: range, note: Note) -> list[bool]:
         values = []
         for number in piece:
             note(number)
-            first, second = (_parts(gathered, int(position)) for position in pairs[number])
-            if first is None or second is None:
-                values.append(0.0)
-            else:
-                values.append(float(np.corrcoef(first.reshape(-1), second.reshape(-1))[0, 1]))
+            one, other = (int(gathered.numbers[position]) for position in pairs[number])
+            try:
+                values.append(is_same_picture(gathered.samples.read(one), gathered.samples.read(other)))
+            except BrokenImageError:  # it was readable when it was checked
+                values.append(False)
         return values
 
     done = 0
@@ -259,13 +263,6 @@ def similar(
             done += len(each.piece)
         progress("comparing images that look the same", done, len(pairs))
     return result
-
-
-def _parts(gathered: SampleFacts, position: int) -> Image | None:
-    try:
-        return grey_parts(gathered.samples.read(int(gathered.numbers[position])), _PARTS, _PARTS)
-    except BrokenImageError:  # it was readable when it was checked
-        return None
 
 
 T = TypeVar("T")

@@ -382,3 +382,17 @@ def test_pictures_of_one_colour_are_no_copies_of_one_another(clean: Path) -> Non
     for split, shade in (("train", 100), ("val", 101)):
         Image.new("RGB", (96, 80), (shade, 30, 60)).save(clean / split / "cat" / "flat.png")
     assert check(clean).findings == ()
+
+
+def test_pictures_on_one_backdrop_are_no_leaks_but_their_copies_are(clean: Path) -> None:
+    """Every picture has the same wide vignette; one held-out picture is a smaller copy."""
+    down, right = np.mgrid[:80, :96]
+    outside = np.clip(np.hypot(right / 96 - 0.5, down / 80 - 0.5) * 4 - 0.3, 0, 1)[..., None]
+    for path in sorted(clean.rglob("*.jpg")):
+        shown = np.asarray(Image.open(path), dtype=np.float64) * (1 - outside) + 250 * outside
+        Image.fromarray(shown.astype(np.uint8)).save(path, quality=90)
+    copy = clean / "val" / "cat" / "02.jpg"
+    Image.open(clean / "train" / "dog" / "07.jpg").resize((72, 60)).save(copy, quality=60)
+    (finding,) = check(clean).findings
+    assert finding.kind.name == "near_leak"
+    assert [(each.name, each.other) for each in finding.entries] == [(str(copy), str(clean / "train/dog/07.jpg"))]

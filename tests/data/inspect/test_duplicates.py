@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+from paceline_data.inspect.compare import is_same_picture
 from paceline_data.inspect.findings import MOST_BITS, first_of, near_duplicates
-from paceline_data.inspect.look import look_hash
+from paceline_data.inspect.look import grey_parts, look_hash
 
 
 def distance(one: int, other: int) -> int:
@@ -29,8 +31,7 @@ def compared_with_all(
             for two in range(len(hashes))
             if hashes[one] and hashes[two] and split_of[two] < split_of[one] and first[one] != first[two]
         ]
-        if others and min(others)[0] <= MOST_BITS:
-            pairs.append([one, min(others)[1]])
+        pairs += [[one, two] for bits, two in sorted(others)[:8] if bits <= MOST_BITS]
     return pairs
 
 
@@ -47,6 +48,7 @@ def test_look_alikes_are_those_that_comparing_all_finds(seed: int) -> None:
     split_of = np.sort(draws.integers(0, 3, 300)).astype(np.int8)
     first = np.arange(300)
     first[299] = first[150]
+    hashes[200:212] = hashes[0:1] | np.uint64(7)  # more than are compared
     found = near_duplicates(hashes, split_of, first).tolist()
     assert found == compared_with_all(hashes, split_of, first)
     assert len(found) > 50
@@ -86,3 +88,46 @@ def test_a_photo_keeps_its_hash_when_it_is_resized_and_encoded_anew(name: str) -
 def test_what_shows_nothing_has_no_hash() -> None:
     assert look_hash(np.full((64, 64, 3), 200, dtype=np.uint8)) == 0
     assert look_hash(np.random.default_rng(0).integers(0, 256, (20, 64, 3), dtype=np.uint8)) == 0
+
+
+def cut(name: str, number: int) -> Image.Image:
+    """One of several parts of a photo."""
+    left, top = 60 * number, 30 * number
+    return photo(name).convert("RGB").crop((left, top, left + 240, top + 180))
+
+
+def vignetted(image: Image.Image, radius: float) -> Image.Image:
+    """The picture in the middle of a white page, with a soft edge."""
+    down, right = np.mgrid[:168, :224]
+    outside = 1 / (1 + np.exp((radius - np.hypot(right / 224 - 0.5, down / 168 - 0.5)) / 0.05))[..., None]
+    pixels = np.asarray(image.resize((224, 168)), dtype=np.float64)
+    return Image.fromarray((pixels * (1 - outside) + 255 * outside).astype(np.uint8))
+
+
+def correlation(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
+    first, second = (grey_parts(each, 32, 32).reshape(-1) for each in (one, other))
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+@pytest.mark.parametrize("name", ["china.jpg", "flower.jpg"])
+@pytest.mark.parametrize("number", range(4))
+def test_copies_are_the_same_picture(name: str, number: int) -> None:
+    original = vignetted(cut(name, number), 0.3) if number % 2 else cut(name, number)
+    width, height = original.size
+    copies = {
+        "small": saved(original.resize((40, 30), Image.Resampling.LANCZOS), 75),
+        "large": saved(original.resize((2 * width, 2 * height), Image.Resampling.BICUBIC), 40),
+        "brighter": saved(original.point(lambda value: min(255, value + 20)), 85),
+        "cropped": saved(original.crop((3, 2, width - 2, height - 3)), 80),
+    }
+    assert [kind for kind, each in copies.items() if not is_same_picture(np.asarray(original), each)] == []
+
+
+@pytest.mark.parametrize("radius", [0.05, 0.1, 0.2])
+def test_different_pictures_with_one_vignette_are_not_the_same(radius: float) -> None:
+    shown = [vignetted(cut(name, number), radius) for name in ("china.jpg", "flower.jpg") for number in range(4)]
+    pairs = [(saved(one, 90), saved(other, 90)) for one, other in itertools.combinations(shown, 2)]
+    alike = [pair for pair in pairs if correlation(*pair) >= 0.95]
+    assert alike or radius > 0.1
+    assert not any(is_same_picture(*pair) for pair in alike)
+    assert is_same_picture(saved(shown[0], 90), saved(shown[0].resize((100, 75)), 60))
