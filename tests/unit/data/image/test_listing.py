@@ -149,6 +149,25 @@ def test_a_change_is_never_missed(
     assert facts(opened(root)) == facts(after)
 
 
+def test_ranks_of_a_launch_find_the_same_of_a_file_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make(tmp_path / "data", *(f"{folder}/{number:03}.jpg" for folder in "ab" for number in range(70)))
+    age(root, monkeypatch)
+    opened(root)
+    (root / "a" / "007.jpg").write_bytes(b"longer than before")
+    kept, found = cache_file(root).read_bytes(), set()
+    for port in range(29500, 29516):
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        recalled = set()
+        for _ in range(3):
+            cache_file(root).write_bytes(kept)
+            recalled.add(is_recalled(opened(root)))
+        assert len(recalled) == 1
+        found |= recalled
+    assert found == {True, False}
+
+
 def test_what_changed_just_now_is_not_remembered(tmp_path: Path) -> None:
     root = make(tmp_path / "data", "a/1.jpg", "b/1.jpg")
     assert "remembered" not in opened(root).listing

@@ -210,14 +210,19 @@ def _from_cache(
             Listing(tuple(names), NameArray(arrays[f"joined{index}"], ends), arrays[f"sizes{index}"], labels)
         )
     for listing in listings:
-        # Checks different files each time.
-        for index in np.random.default_rng().permutation(len(listing.names))[:_SPOT_CHECKS].tolist():
+        for index in _drawn().permutation(len(listing.names))[:_SPOT_CHECKS].tolist():
             size = 0
             with suppress(OSError):
                 size = os.stat(os.path.join(os.fsencode(root), listing.names[index])).st_size
             if size != listing.sizes[index]:
                 return None
     return listings, str(arrays["digest"].item())
+
+
+def _drawn() -> np.random.Generator:
+    """Return a generator that differs each time, except between the ranks of a launch: they must find the same."""
+    port = os.environ.get("MASTER_PORT", "")
+    return np.random.default_rng([int(port), int(time.time() // 3600)] if port.isdecimal() else None)
 
 
 _ONE_CLASS = (
