@@ -114,7 +114,7 @@ class FindBatch(RecipeCommand):
 
 
 _FEWEST_STEPS = 20
-_DEFAULT_STEPS = 100
+_DEFAULT_STEPS, _DEFAULT_SEEDS = 100, 3
 
 
 @frozen
@@ -130,7 +130,11 @@ class Sweep:
     steps: Annotated[
         int | None, "Optimizer steps of each test (default: 100, and once more with 400 if these tell nothing)."
     ] = None
-    seeds: Annotated[Count, "Tests, each with another seed, so from other weights and in another order."] = 3
+    seeds: Annotated[
+        Count | None,
+        "Tests, each with another seed, so from other weights and in another order (default: 3, and 9 if the loss is "
+        "noisy).",
+    ] = None
     shape: Annotated[Literal["exponential", "linear"], "Shape of the rise."] = "exponential"
     smoothing: Annotated[float, Ge(0), Lt(1), "Smoothing factor of the loss."] = 0.98
     divergence: Annotated[
@@ -141,6 +145,11 @@ class Sweep:
     def planned_steps(self) -> int:
         """Steps of each test."""
         return self.steps or _DEFAULT_STEPS
+
+    @property
+    def planned_seeds(self) -> int:
+        """Number of tests, before there are more because of noise."""
+        return self.seeds or _DEFAULT_SEEDS
 
     def __post_init__(self) -> None:
         if not (0 < self.lowest < self.highest and math.isfinite(self.highest)):

@@ -21,7 +21,7 @@ from paceline.host.world import STOP_SIGNALS
 from paceline.pages.shown import write_result
 from paceline.recipe.load import load_recipe
 from paceline_advisor.commands import Sweep
-from paceline_advisor.formulas.learning_rate import pooled, suggest
+from paceline_advisor.formulas.learning_rate import noise, pooled, suggest
 from paceline_advisor.tuning.lr_range import as_tested, find_lr, sparkline
 
 # Dropout, BatchNorm, augmentation, accumulation, an average, clipping: whatever could be disturbed.
@@ -288,9 +288,19 @@ def test_nothing_is_suggested_where_nothing_was_learned(find: Callable[..., Any]
     assert "by guessing at the lowest losses" in found.suggestion().why_not
 
 
+@pytest.mark.parametrize(("spread", "seeds"), [(0.0, 3), (0.1, 9)])
+def test_of_a_noisy_loss_there_are_more_tests(find: Callable[..., Any], spread: float, seeds: int) -> None:
+    def shaped(batch: Any, loss: torch.Tensor) -> torch.Tensor:
+        step = batch.slice.step
+        return loss * 0 + (3 + abs(step - 25) / 20 + spread * (-1) ** step)
+
+    found = find(make_network=Bright, on_loss=shaped, steps=40, seeds=None)
+    assert len(found.curves) == found.to_json()["settings"]["seeds"] == seeds
+    assert found.suggestion().lr is not None
+
+
 def test_tests_that_tell_nothing_are_repeated_with_more_steps(find: Callable[..., Any]) -> None:
     assert len(find(steps=None, lowest=1e-12, highest=1e-10).losses) == 400
-    assert len(find(steps=None, lowest=1e-5, highest=1.0).losses) == 100
 
 
 def test_a_scaling_rule_is_divided_out(find: Callable[..., Any]) -> None:
@@ -370,11 +380,11 @@ def test_what_comes_later_in_a_run_is_left_out() -> None:
 RATES = np.geomspace(1e-6, 10, 100).tolist()
 
 
-def curve(lowest: float, *, noise: float = 0.0, seed: int = 0) -> list[float]:
+def curve(lowest: float, *, spread: float = 0.0, seed: int = 0) -> list[float]:
     """Losses that fall over a decade to a trough at a rate, and rise above it."""
     distance = np.log10(np.array(RATES) / lowest)
     losses = 2 - np.clip(1 + distance, 0, 1) + np.clip(distance, 0, None)
-    return list(losses + noise * np.random.default_rng(seed).normal(size=len(losses)))
+    return list(losses + spread * np.random.default_rng(seed).normal(size=len(losses)))
 
 
 def test_votes_are_on_the_fall_and_in_the_trough() -> None:
@@ -398,9 +408,16 @@ def test_pooled_losses_end_with_most_tests() -> None:
     assert pooled([[1.0, 2.0], [3.0]]) == [3.0]
 
 
+def test_noise_is_a_share_of_the_fall() -> None:
+    assert noise(curve(0.1), steps=100) < 0.02
+    assert noise(curve(0.1, spread=0.3), steps=100) == pytest.approx(0.3 / 8**0.5, rel=0.5)
+
+
 def test_noise_hardly_moves_the_suggestion() -> None:
     rates = [
-        suggest(RATES, [curve(0.1, noise=0.05, seed=3 * seed + test) for test in range(3)], smoothing=0.98)["median"].lr
+        suggest(RATES, [curve(0.1, spread=0.05, seed=3 * seed + test) for test in range(3)], smoothing=0.98)[
+            "median"
+        ].lr
         for seed in range(5)
     ]
     assert None not in rates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,6 +171,23 @@ def trough_steps(losses: Series, *, steps: int) -> slice:
     means, width = _means(losses[first:last])
     lowest = first + int(means.argmin())
     return slice(lowest, lowest + width)
+
+
+def noise(losses: Series, *, steps: int) -> float:
+    """Return the standard error of the trough's mean as a share of the loss's fall; infinite without a fall.
+
+    Args:
+        losses: The loss of each step of one test.
+        steps: Planned steps of the test.
+    """
+    first, last = _usable(losses, steps)
+    if last - first < _FEWEST:
+        return math.inf
+    means, width = _means(losses[first:last])
+    lowest = int(means.argmin())
+    # Measured between neighbours, so that the descent itself does not count as noise.
+    square = float(np.square(np.diff(losses[first : first + lowest + width])).mean()) / 2
+    return math.sqrt(square / width) / max(float(means[0] - means[lowest]), 1e-30)
 
 
 def _means(losses: Series) -> tuple[NDArray[np.float64], int]:

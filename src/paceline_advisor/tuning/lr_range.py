@@ -6,10 +6,12 @@ import contextlib
 import math
 import os
 import signal
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -41,13 +43,15 @@ from paceline_advisor import picked
 from paceline_advisor.apply import QUIET, SILENT, with_values, write_new
 from paceline_advisor.bench.interleaved import without_growth
 from paceline_advisor.commands import FindLr, Sweep
-from paceline_advisor.formulas.learning_rate import MEDIAN, Suggestion, pooled, smoothed, suggest, trough_steps
+from paceline_advisor.formulas.learning_rate import MEDIAN, Suggestion, noise, pooled, smoothed, suggest, trough_steps
 from paceline_advisor.traces import trace
 
 # fp16's loss scale decreases by skipping steps, which use up batches.
 MOST_SKIPPED = 20
 # Steps of each test of a second try, after tests that told nothing.
 _MORE_STEPS = 400
+# More tests are taken if the noise is more than this share of the loss's fall. More steps would move the votes.
+_NOISY, _MORE_SEEDS = 0.03, 9
 
 
 def as_tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
@@ -195,7 +199,7 @@ class RangeTestSettings(TypedDict, total=False):
     lowest: float
     highest: float
     steps: int | None
-    seeds: int
+    seeds: int | None
     shape: Literal["exponential", "linear"]
     smoothing: float
     divergence: float
@@ -292,7 +296,7 @@ class RangeTest:
         """Return the result as one JSON object."""
         return {
             "recipe": self.name,
-            "settings": asdict(self.sweep) | {"steps": self.sweep.planned_steps},
+            "settings": asdict(self.sweep) | {"steps": self.sweep.planned_steps, "seeds": len(self.curves)},
             **self.facts,
             "stop": {"reason": self.ending, "steps": len(self.rates), "lr": self.rates[-1]},
             "skipped_steps": self.skipped,
@@ -321,9 +325,9 @@ class RangeTest:
             title=f"Range test of {self.name} on {facts['device_name']}{several}",
             blocks=[
                 {
-                    "rates": f"{sweep.lowest:g} to {sweep.highest:g}, {sweep.shape}, {counted(sweep.seeds, 'seed')}, "
-                    f"{format_count(sweep.planned_steps)} steps of {format_count(facts['global_batch_size'])} samples, "
-                    f"micro-batches of {format_count(facts['micro_batch_size'])}, {facts['precision']}",
+                    "rates": f"{sweep.lowest:g} to {sweep.highest:g}, {sweep.shape}, "
+                    f"{counted(len(self.curves), 'seed')}, {format_count(sweep.planned_steps)} steps of "
+                    f"{format_count(facts['global_batch_size'])} samples, micro-batches of {format_count(facts['micro_batch_size'])}, {facts['precision']}",
                     "ended": f"after {format_count(len(self.rates))} steps at {self.rates[-1]:.3g}: "
                     f"{self.ending_in_words}",
                     "loss": f"{sparkline(self)}  {self.averages[0]:.3g} at first, {min(self.averages):.3g} at best",
@@ -408,22 +412,33 @@ def range_test(
         KeyboardInterrupt: For Ctrl-C in a single process.
     """
     report = log if read_launch(os.environ).world.is_first else lambda _: None
-    found = _tested(loaded, sweep, task, report)
-    if found.suggestion().lr is None and sweep.steps is None:
+    with_seeds = partial(_tests, loaded, task, report)
+    plan, tests = with_seeds(sweep, range(sweep.planned_seeds))
+    found = _result(loaded, sweep, plan, tests)
+    if sweep.steps is None and found.suggestion().lr is None:
         report(f"{found.suggestion().why_not}: once more with {_MORE_STEPS} steps")
-        found = _tested(loaded, replace(sweep, steps=_MORE_STEPS), task, report)
+        sweep = replace(sweep, steps=_MORE_STEPS)
+        plan, tests = with_seeds(sweep, range(sweep.planned_seeds))
+        found = _result(loaded, sweep, plan, tests)
+    noises = [noise(each.losses, steps=sweep.planned_steps) for each in tests]
+    if sweep.seeds is None and found.suggestion().lr is not None and statistics.median(noises) > _NOISY:
+        report(f"the loss is noisy: {_MORE_SEEDS} seeds instead of {sweep.planned_seeds}")
+        tests += with_seeds(sweep, range(sweep.planned_seeds, _MORE_SEEDS))[1]
+        found = _result(loaded, replace(sweep, seeds=_MORE_SEEDS), plan, tests)
     return found
 
 
-def _tested(loaded: LoadedRecipe, sweep: Sweep, task: TaskMaker | None, log: Callable[[str], None]) -> RangeTest:
-    """Run a test for each seed."""
-    world, steps = read_launch(os.environ).world, sweep.planned_steps
-    recipe = as_tested(loaded.recipe, steps, world_size=world.world_size)
+def _tests(
+    loaded: LoadedRecipe, task: TaskMaker | None, log: Callable[[str], None], sweep: Sweep, seeds: Sequence[int]
+) -> tuple[Plan, list[SweepSteps]]:
+    """Run a test for each seed, counted from the recipe's."""
+    world = read_launch(os.environ).world
+    recipe = as_tested(loaded.recipe, sweep.planned_steps, world_size=world.world_size)
     tests = []
-    for seed in range(recipe.seed, recipe.seed + sweep.seeds):
+    for seed in seeds:
         with restore_globals(recipe.parallel.device), _scratch(world) as run_dir:
-            tested, options = LoadedRecipe(replace(recipe, seed=seed), loaded.name), Options(run_dir=run_dir, task=task)
-            taken, plan, stop = take_steps(tested, options, sweep, log)
+            tested = LoadedRecipe(replace(recipe, seed=recipe.seed + seed), loaded.name)
+            taken, plan, stop = take_steps(tested, Options(run_dir=run_dir, task=task), sweep, log)
         if taken.ending == "signal":  # which the run treated as a stop request
             if world.world_size == 1 and stop == signal.SIGINT.name:
                 raise KeyboardInterrupt
@@ -437,8 +452,13 @@ def _tested(loaded: LoadedRecipe, sweep: Sweep, task: TaskMaker | None, log: Cal
                 "network and the precision (train.precision)."
             )
         tests.append(taken)
+    return plan, tests
+
+
+def _result(loaded: LoadedRecipe, sweep: Sweep, plan: Plan, tests: Sequence[SweepSteps]) -> RangeTest:
+    steps, facts = sweep.planned_steps, _facts(plan, loaded.recipe)
     rates, curves = max((each.rates for each in tests), key=len), [each.losses for each in tests]
-    losses, facts = pooled(curves), _facts(plan, loaded.recipe)
+    losses = pooled(curves)
     why_not = _nothing_learned(tests, losses, steps)
     suggestions = suggest(rates, curves, smoothing=sweep.smoothing, steps=steps, why_not=why_not)
     ending = next(each.ending for each in tests if len(each.losses) == len(losses))
