@@ -327,7 +327,8 @@ class RangeTest:
                 {
                     "rates": f"{sweep.lowest:g} to {sweep.highest:g}, {sweep.shape}, "
                     f"{counted(len(self.curves), 'seed')}, {format_count(sweep.planned_steps)} steps of "
-                    f"{format_count(facts['global_batch_size'])} samples, micro-batches of {format_count(facts['micro_batch_size'])}, {facts['precision']}",
+                    f"{format_count(facts['global_batch_size'])} samples, "
+                    f"micro-batches of {format_count(facts['micro_batch_size'])}, {facts['precision']}",
                     "ended": f"after {format_count(len(self.rates))} steps at {self.rates[-1]:.3g}: "
                     f"{self.ending_in_words}",
                     "loss": f"{sparkline(self)}  {self.averages[0]:.3g} at first, {min(self.averages):.3g} at best",
