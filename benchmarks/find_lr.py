@@ -1,162 +1,176 @@
-"""How good are the learning rates that `paceline find-lr` suggests, beside the best of a grid?
+"""How near to the best of a grid are the learning rates that `paceline find-lr` suggests, and how much do they vary?
 
-For each seed a range test as the command does it, and then trainings of the recipe, as `paceline train` does them: with
-each rate of the grid, and with each rule's suggestion for that seed. Compared are mean accuracies over the seeds, in
-points of per cent. Of a folder of images, ``--subset`` takes so many of each class of both splits, linked in a
-temporary directory.
+Each recipe is trained with every rate of a grid, and tested with `find-lr`'s defaults and several seeds. The best rate
+is the one with the lowest held-out loss, as a mean over the seeds of the grid. The seeds of the tests are apart: no two
+tests are the same. Every finished part is kept in ``--progress``, and the same command continues from there.
 
-    python benchmarks/find_lr.py digits --seeds 0 1 2
-    python benchmarks/find_lr.py cifar10 data.path=PATH --subset 1000 200 model.options.width=8
+    python benchmarks/find_lr.py --progress find-lr.jsonl [--only NAME ...]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
-import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from hardware import write_result
+import numpy as np
+import yaml
+from hardware import facts, write_result
+from PIL import Image
+from sklearn.datasets import load_digits
 
 import paceline
 
-GRID = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+ADAMW = ["optimizer.name=adamw", "optimizer.weight_decay=0.05"]
+RECIPES: dict[str, list[str]] = {
+    "digits, SGD": ["digits", "train.duration=4 epochs"],
+    "digits, AdamW": ["digits", "train.duration=4 epochs", *ADAMW],
+    "digits, Muon": ["digits", "train.duration=4 epochs", "optimizer.name=muon"],
+    "digits, LoRA and AdamW": [
+        *("digits", "train.duration=4 epochs", "optimizer.name=adamw"),
+        *("model.adapters.rank=4", "model.initialize_from={trained}"),
+    ],
+    "folder, SGD": [
+        *("image_folder", "data.path={photos}", "data.validation_fraction=0.2", "data.workers=0", "data.image_size=32"),
+        *("model.name=small_resnet", "model.options.width=8", "model.options.stages=3", "batch.global_size=32"),
+        *("train.precision=fp32", "train.duration=2 epochs", "parallel.threads=1"),
+    ],
+    "figures, AdamW": ["figures", "train.duration=2 epochs"],
+    "figures, SGD": ["figures", "train.duration=2 epochs", "optimizer.name=sgd", "optimizer.weight_decay=0.0005"],
+    "discs, AdamW": ["discs", "train.duration=2 epochs"],
+    "DLRM, AdamW": ["dlrm-synthetic", "data.samples=60000", "train.duration=1 epochs"],
+    "small GPT, AdamW": [
+        *("gpt-small-docs", "optimizer.name=adamw", "parallel.threads=1", "data.text.context=32"),
+        *("model.options.depth=1", "model.options.width=32", "train.duration=150 steps", "evaluate.every=150 steps"),
+    ],
+}
+LOW = ("digits, LoRA and AdamW", "figures, AdamW", "discs, AdamW", "DLRM, AdamW")
+RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+SEEDS = (0, 10, 20, 30, 40)  # `find-lr` takes the next ones too
+GRID_SEEDS = (0, 1)
+ALLOWED = 3.0
 
 
-def subset(source: Path, counts: Sequence[int], target: Path) -> None:
-    """Link the first images of every class of an image folder's two splits."""
-    for split, count in zip(("train", "test"), counts, strict=True):
-        for label in sorted(path for path in (source / split).iterdir() if path.is_dir()):
-            folder = target / split / label.name
-            folder.mkdir(parents=True)
-            for image in sorted(label.iterdir())[:count]:
-                (folder / image.name).symlink_to(image.resolve())
+def grid(name: str) -> tuple[float, ...]:
+    """Six rates, two to the decade."""
+    first = 0 if name in LOW else 3 if "SGD" in name else 1
+    return RATES[first : first + 6]
 
 
-def accuracy(recipe: str, overrides: dict[str, Any], rate: float, scratch: Path) -> float:
-    """Top-1 accuracy in % at the end of one training; chance where it did not come to its end."""
-    changes = {**overrides, "optimizer.lr": rate, "checkpoint.every": "off", "telemetry.trackers": []}
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        try:
-            done = paceline.train(recipe, overrides=changes, run_dir=Path(folder) / "run", quiet=True)
-        except paceline.PacelineError as error:
-            print(f"  rate {rate:g}: {error}", flush=True)
-            return 10.0
-    return float(done.metrics["top1_accuracy"])
+def write_photos(root: Path) -> None:
+    """Write scikit-learn's digits as coloured and noisy PNG files, in ten classes."""
+    digits, generator = load_digits(), np.random.default_rng(0)
+    for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
+        folder = root / f"digit-{label}"
+        folder.mkdir(parents=True, exist_ok=True)
+        small = Image.fromarray((image * 15).astype(np.uint8)).resize((32, 32), Image.Resampling.BICUBIC)
+        colours = np.asarray(small, dtype=float)[..., None] * generator.uniform(0.6, 1, 3)
+        noisy = (colours + generator.normal(0, 8, (32, 32, 3))).clip(0, 255).astype(np.uint8)
+        Image.fromarray(noisy).save(folder / f"{number}.png")
 
 
-def of_seed(
-    recipe: str,
-    grid: Sequence[float],
-    settings: dict[str, Any],
-    rules: Sequence[str] | None,
-    scratch: Path,
-    overrides: dict[str, Any],
-    known: dict[str, float],
-) -> dict[str, Any]:
-    """The range test of one seed, and the accuracy at every rate; what is known already is not trained again."""
-    started = time.perf_counter()
-    found = paceline.find_lr(recipe, overrides=overrides, quiet=True, **settings)
-    seconds = time.perf_counter() - started
-    suggested = {name: None if each.lr is None else found.lr(name) for name, each in found.suggestions.items()}
-    trained = {name: rate for name, rate in suggested.items() if rate is not None and (not rules or name in rules)}
-    print(f"seed {overrides['seed']}: {suggested} in {seconds:.1f} s, {found.ending}", flush=True)
-    reached = dict(known)
-    for rate in dict.fromkeys([*grid, *trained.values()]):
-        if f"{rate:g}" not in reached:
-            reached[f"{rate:g}"] = accuracy(recipe, overrides, rate, scratch)
-            print(f"  seed {overrides['seed']}, rate {rate:g}: {reached[f'{rate:g}']:.2f} %", flush=True)
+def suggested(recipe: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The rates that one call of `find-lr` suggests by each rule, and the range that it prints."""
+    found = paceline.find_lr(recipe, overrides=overrides, quiet=True)
+    chosen = found.suggestion()
     return {
-        "seed": overrides["seed"],
-        "find_lr_seconds": seconds,
-        "ending": found.ending,
-        "losses": [round(loss, 5) for loss in found.losses],
-        "suggested": suggested,
-        "reached": reached,
+        "rates": {name: each.lr for name, each in found.suggestions.items()},
+        "range": [chosen.low, chosen.high],
+        "why_not": chosen.why_not,
+        "steps": found.sweep.planned_steps,
+        "curves": [[float(f"{loss:.5g}") for loss in each] for each in found.curves],
     }
 
 
-def summarised(seeds: Sequence[dict[str, Any]], grid: Sequence[float]) -> tuple[dict[str, Any], list[str]]:
-    """Means over the seeds, and what they say."""
-    means = {f"{rate:g}": statistics.mean(each["reached"][f"{rate:g}"] for each in seeds) for rate in grid}
-    best = max(means, key=lambda rate: means[rate])
-    lines = ["Grid: " + ", ".join(f"{rate}: {mean:.2f} %" for rate, mean in means.items()) + "."]
-    rules: dict[str, Any] = {}
-    for name in seeds[0]["suggested"]:
-        given = [f"{each['suggested'][name]:g}" for each in seeds if each["suggested"][name] is not None]
-        reached = [each["reached"][rate] for each, rate in zip(seeds, given, strict=False) if rate in each["reached"]]
-        rates = ", ".join(
-            "none" if each["suggested"][name] is None else f"{each['suggested'][name]:g}" for each in seeds
-        )
-        if len(reached) < len(seeds):
-            rules[name] = None
-            lines.append(f"{name}: {rates}: not trained for every seed.")
-            continue
-        behind = means[best] - statistics.mean(reached)
-        rules[name] = {"mean": statistics.mean(reached), "behind_best": behind}
-        lines.append(
-            f"{name}: {rates}: {statistics.mean(reached):.2f} %, {behind:+.2f} points behind the best, {best}."
-        )
-    return {"grid_means": means, "best": best, "rules": rules}, lines
+def held_out_loss(recipe: str, overrides: Mapping[str, Any], scratch: Path) -> float:
+    """The held-out loss at the end of a training."""
+    quiet = {"checkpoint.every": "off", "telemetry.trackers": [], "telemetry.report": False}
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        done = paceline.train(recipe, overrides={**overrides, **quiet}, run_dir=Path(folder) / "run", quiet=True)
+    loss = float(done.metrics["loss"])
+    return loss if math.isfinite(loss) else 1e9
+
+
+def summarised(found: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """Ratios and distances of each recipe, and of each rule over all recipes."""
+    recipes: dict[str, Any] = {}
+    lines = [
+        "| recipe | best of the grid | suggested | largest / smallest | farthest from the best |",
+        "|---|---|---|---|---|",
+    ]
+    for name, parts in found.items():
+        losses = {rate: statistics.mean(parts[f"loss {rate:g} {seed}"] for seed in GRID_SEEDS) for rate in grid(name)}
+        best = min(losses, key=lambda rate: losses[rate])
+        tests = [parts[f"test {seed}"] for seed in SEEDS]
+        rules = {rule: _compared([each["rates"][rule] for each in tests], best) for rule in tests[0]["rates"]}
+        recipes[name] = {
+            "best": best,
+            "losses": losses,
+            "rules": rules,
+            "tests": [{key: each[key] for key in each if key != "curves"} for each in tests],
+        }
+        chosen = rules["median"]
+        rates = ", ".join("none" if rate is None else f"{rate:.2g}" for rate in chosen["rates"])
+        lines.append(f"| {name} | {best:g} | {rates} | {chosen['ratio']:.2f} | {chosen['distance']:.1f} × |")
+    lines += ["", "| rule | largest ratio over seeds | recipes within 3 × with every seed |", "|---|---|---|"]
+    overall: dict[str, Any] = {}
+    for rule in next(iter(recipes.values()))["rules"]:
+        each = [one["rules"][rule] for one in recipes.values()]
+        near = sum(one["distance"] <= ALLOWED for one in each)
+        overall[rule] = {"ratio": max(one["ratio"] for one in each), "near": near, "recipes": len(each)}
+        lines.append(f"| {rule} | {overall[rule]['ratio']:.1f} | {near} of {len(each)} |")
+    return {"recipes": recipes, "rules": overall}, lines
+
+
+def _compared(rates: Sequence[float | None], best: float) -> dict[str, Any]:
+    known = [rate for rate in rates if rate is not None]
+    if len(known) < len(rates):
+        return {"rates": rates, "ratio": math.inf, "distance": math.inf}
+    distance = max(max(rate / best, best / rate) for rate in known)
+    return {"rates": rates, "ratio": max(known) / min(known), "distance": distance}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and write the result files."""
+    """Measure what is not measured yet, and write the result files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*", default=[])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--grid", type=float, nargs="+", default=GRID)
-    parser.add_argument("--subset", type=int, nargs=2, metavar=("TRAIN", "TEST"))
-    parser.add_argument("--name", help="of the result files, where it is not the recipe's")
-    parser.add_argument("--rules", nargs="+", help="whose suggestions are trained (default: all)")
-    parser.add_argument("--jobs", type=int, default=1, help="seeds that are done at the same time")
-    parser.add_argument("--again", type=Path, help="a result file, whose trainings are not done again")
-    parser.add_argument("--lowest", type=float)
-    parser.add_argument("--steps", type=int)
-    options = parser.parse_intermixed_args(arguments)
-    overrides_by_key: dict[str, Any] = dict(word.split("=", 1) for word in options.overrides)
-    settings = {name: value for name in ("lowest", "steps") if (value := getattr(options, name)) is not None}
+    parser.add_argument("--progress", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", choices=list(RECIPES), default=list(RECIPES))
+    options = parser.parse_args(arguments)
+    known = facts()
+    found: dict[str, dict[str, Any]] = {name: {} for name in options.only}
+    if options.progress.exists():
+        for name, part, value in map(json.loads, options.progress.read_text().splitlines()):
+            found.setdefault(name, {})[part] = value
+
+    def measure(name: str, part: str, function: Callable[[], Any]) -> None:
+        if part not in found[name]:
+            found[name][part] = value = function()
+            with options.progress.open("a") as file:
+                file.write(json.dumps((name, part, value)) + "\n")
+            print(name, part, value, flush=True)
+
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        if options.subset:
-            subset(Path(overrides_by_key["data.path"]), options.subset, scratch / "images")
-            overrides_by_key["data.path"] = str(scratch / "images")
-        pairs = [f"{key}={value}" for key, value in overrides_by_key.items()]
-        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-            asked_of = [{**_read(pairs), "seed": seed} for seed in options.seeds]
-            known = [_known(options.again, seed) for seed in options.seeds]
-            seeds = list(
-                pool.map(
-                    partial(of_seed, options.recipe, options.grid, settings, options.rules, scratch), asked_of, known
-                )
-            )
-    result, lines = summarised(seeds, options.grid)
+        write_photos(scratch / "photos")
+        paceline.train("digits", overrides={"train.duration": "1 epochs"}, run_dir=scratch / "trained", quiet=True)
+        places = {"photos": scratch / "photos", "trained": scratch / "trained"}
+        for name in options.only:
+            recipe, *words = (word.format(**places) for word in RECIPES[name])
+            overrides = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in words)}
+            for seed in SEEDS:
+                measure(name, f"test {seed}", partial(suggested, recipe, {**overrides, "seed": seed}))
+            for rate, seed in ((rate, seed) for seed in GRID_SEEDS for rate in grid(name)):
+                chosen = {**overrides, "seed": seed, "optimizer.lr": rate}
+                measure(name, f"loss {rate:g} {seed}", partial(held_out_loss, recipe, chosen, scratch))
+    result, lines = summarised({name: found[name] for name in options.only})
     print("\n".join(lines))
-    header = {"overrides": options.overrides, "subset": options.subset, "settings": settings}
-    print(write_result(f"find-lr-{options.name or options.recipe}", {**header, **result, "seeds": seeds}, lines))
-
-
-def _read(pairs: Sequence[str]) -> dict[str, Any]:
-    """Overrides as typed on a command line, as values."""
-    import yaml
-
-    return {key: yaml.safe_load(value) for key, value in (pair.split("=", 1) for pair in pairs)}
-
-
-def _known(earlier: Path | None, seed: int) -> dict[str, float]:
-    """Accuracies of a seed, by rate, that an earlier result has."""
-    if earlier is None:
-        return {}
-    found = json.loads(earlier.read_text())["seeds"]
-    return next((each["reached"] for each in found if each["seed"] == seed), {})
+    print(write_result("find-lr", result, lines, known))
 
 
 if __name__ == "__main__":

@@ -116,6 +116,7 @@ class FindBatch(RecipeCommand):
 
 
 _FEWEST_STEPS = 20
+_DEFAULT_STEPS, _DEFAULT_SEEDS = 100, 3
 
 
 @frozen
@@ -128,12 +129,29 @@ class Sweep:
 
     lowest: Annotated[float, Gt(0), "Learning rate of the first step."] = 1e-7
     highest: Annotated[float, Gt(0), "Learning rate of the last step."] = 10.0
-    steps: Annotated[int, "Optimizer steps of the test."] = 100
+    steps: Annotated[
+        int | None, "Optimizer steps of each test (default: 100, and once more with 400 if these tell nothing)."
+    ] = None
+    seeds: Annotated[
+        Count | None,
+        "Tests, each with another seed, so from other weights and in another order (default: 3, and 9 if the loss is "
+        "noisy).",
+    ] = None
     shape: Annotated[Literal["exponential", "linear"], "Shape of the rise."] = "exponential"
     smoothing: Annotated[float, Ge(0), Lt(1), "Smoothing factor of the loss."] = 0.98
     divergence: Annotated[
         float, Gt(1), Shape(metavar="FACTOR"), "Stop when the smoothed loss exceeds its minimum by this factor."
     ] = 4.0
+
+    @property
+    def planned_steps(self) -> int:
+        """Steps of each test."""
+        return self.steps or _DEFAULT_STEPS
+
+    @property
+    def planned_seeds(self) -> int:
+        """Number of tests, before there are more because of noise."""
+        return self.seeds or _DEFAULT_SEEDS
 
     def __post_init__(self) -> None:
         if not (0 < self.lowest < self.highest and math.isfinite(self.highest)):
@@ -141,7 +159,7 @@ class Sweep:
                 f"a range test from {self.lowest:g} to {self.highest:g} is not possible: it must go from a rate above "
                 "0 to a higher one; change --lowest or --highest."
             )
-        if self.steps < _FEWEST_STEPS:
+        if self.steps is not None and self.steps < _FEWEST_STEPS:
             raise RecipeError(
                 f"a range test of {self.steps} steps is too short; use at least {_FEWEST_STEPS} (--steps)."
             )
@@ -158,16 +176,16 @@ class Sweep:
 @command("find-lr", runs="paceline_advisor.tuning.lr_range:measure", group="Advise", place=1)
 @frozen
 class FindLr(RecipeCommand, Sweep):
-    """Find a learning rate by a range test.
+    """Find a learning rate by range tests.
 
     RECIPE is a shipped name, a YAML file, or a run directory, whose recipe is tested. The first steps are trained with
-    a rising learning rate, until the loss diverges. Five rules read a rate off the curve; the suggestion is the median
-    of three of them, unless you choose another. The test runs in a temporary directory
-    and touches nothing else.
+    a rising learning rate, until the loss diverges, with several seeds. The suggestion is the median of votes from
+    each test, printed with the lowest and the highest, unless you choose one of five rules that read a rate off the
+    curve. The tests run in temporary directories and touch nothing else.
 
     From trained weights, add model.initialize_from=RUN.
 
-    Exits with 1 if the curve has no such point as --suggestion names.
+    Exits with 1 if the curve has no such point as --suggestion names, or if nothing was learned.
 
     Examples:
       paceline find-lr digits

@@ -21,6 +21,7 @@ from paceline.host.world import STOP_SIGNALS
 from paceline.pages.shown import write_result
 from paceline.recipe.load import load_recipe
 from paceline_advisor.commands import Sweep
+from paceline_advisor.formulas.learning_rate import noise, pooled, suggest
 from paceline_advisor.tuning.lr_range import as_tested, find_lr, sparkline
 
 # Dropout, BatchNorm, augmentation, accumulation, an average, clipping: whatever could be disturbed.
@@ -45,7 +46,11 @@ def find(
         settings = {name: more.pop(name) for name in list(more) if name in Sweep.__dataclass_fields__}
         try:
             return paceline.find_lr(
-                tiny_recipe, overrides=overrides or {}, task=tiny_task(**more), quiet=True, **{"steps": 30, **settings}
+                tiny_recipe,
+                overrides=overrides or {},
+                task=tiny_task(**more),
+                quiet=True,
+                **{"steps": 30, "seeds": 1, **settings},
             )
         finally:
             assert list(tmp_path.glob("paceline-*")) == []
@@ -116,6 +121,18 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+class Bright(torch.nn.Module):
+    """Tells the class of a tiny image by its brightness, so that something is learned from the first step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(20.0))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        levels = torch.tensor([-1.0, -0.3, 0.4])
+        return -self.scale * (images.mean(dim=(1, 2, 3))[:, None] - levels) ** 2
+
+
 def test_losses_are_those_of_a_run_with_such_a_schedule(
     find: Callable[..., Any], train_tiny: Callable[..., Any], events: Callable[..., Any]
 ) -> None:
@@ -173,8 +190,24 @@ def test_a_suggestion_far_below_the_recipes_own_rate_is_told_of(find: Callable[.
     def falls_immediately(batch: Any, loss: torch.Tensor) -> torch.Tensor:
         return loss * 0 + (2 - batch.slice.step / 20 if batch.slice.step < 20 else 1.0)
 
-    far = find({"optimizer.lr": 10.0}, on_loss=falls_immediately, steps=60, lowest=1e-7, highest=1e-1, smoothing=0.5)
-    near = find({"optimizer.lr": 1e-5}, on_loss=falls_immediately, steps=60, lowest=1e-7, highest=1e-1, smoothing=0.5)
+    far = find(
+        {"optimizer.lr": 10.0},
+        make_network=Bright,
+        on_loss=falls_immediately,
+        steps=60,
+        lowest=1e-7,
+        highest=1e-1,
+        smoothing=0.5,
+    )
+    near = find(
+        {"optimizer.lr": 1e-5},
+        make_network=Bright,
+        on_loss=falls_immediately,
+        steps=60,
+        lowest=1e-7,
+        highest=1e-1,
+        smoothing=0.5,
+    )
     assert far.suggestions["median"].lr == near.suggestions["median"].lr is not None
     assert any("times below the recipe's own rate" in note for note in far.notes)
     assert not any("times below" in note for note in near.notes)
@@ -190,7 +223,7 @@ def test_rates_above_the_highest_are_spoken_of_only_where_the_loss_still_falls(
         step = batch.slice.step
         return loss * 0 + (1 + abs(step - 20) / 20 if rising else 2 - step / 40)
 
-    found = find(on_loss=shaped, steps=40, smoothing=0.5)
+    found = find(make_network=Bright, on_loss=shaped, steps=40, smoothing=0.5)
     assert found.ending == "highest"
     assert any("above it" in note for note in found.notes) == reported
 
@@ -229,6 +262,45 @@ def test_a_curve_that_says_nothing_gives_no_number(find: Callable[..., Any], tmp
     assert any("stays the best guess" in note for note in found.notes)
     with pytest.raises(RecipeError, match=r"no suggestion 'steep'\. Did you mean 'steepest'"):
         found.lr("steep")
+
+
+def test_tests_with_several_seeds_are_pooled(find: Callable[..., Any]) -> None:
+    settings = {"steps": 60, "highest": 1.0, "lowest": 1e-5}
+    found = find(seeds=3, **settings)
+    alone = [find({"seed": seed}, **settings) for seed in range(3)]
+    assert found.curves == tuple(each.losses for each in alone)
+    assert found.losses == tuple(np.median(found.curves, axis=0))
+    chosen, each = found.suggestions["median"], [one.suggestions["median"] for one in alone]
+    assert (chosen.low, chosen.high) == (min(one.low for one in each), max(one.high for one in each))
+    assert chosen.low < chosen.lr < chosen.high
+    assert f"{found.lr():g} ({chosen.low:.3g} to {chosen.high:.3g})" in str(found.__paceline__())
+
+
+def test_nothing_is_suggested_where_nothing_was_learned(find: Callable[..., Any]) -> None:
+    """The loss falls, but the answers are no better than without the images."""
+
+    def blind(batch: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss * 0 + (2 - batch.slice.step / 40)
+
+    found = find(on_loss=blind, steps=40, smoothing=0.5)
+    assert all(each.lr is None for each in found.suggestions.values())
+    assert found.suggestion().why_not.startswith("cannot tell, since nothing was learned: ")
+    assert "by guessing at the lowest losses" in found.suggestion().why_not
+
+
+@pytest.mark.parametrize(("spread", "seeds"), [(0.0, 3), (0.1, 9)])
+def test_of_a_noisy_loss_there_are_more_tests(find: Callable[..., Any], spread: float, seeds: int) -> None:
+    def shaped(batch: Any, loss: torch.Tensor) -> torch.Tensor:
+        step = batch.slice.step
+        return loss * 0 + (3 + abs(step - 25) / 20 + spread * (-1) ** step)
+
+    found = find(make_network=Bright, on_loss=shaped, steps=40, seeds=None)
+    assert len(found.curves) == found.to_json()["settings"]["seeds"] == seeds
+    assert found.suggestion().lr is not None
+
+
+def test_tests_that_tell_nothing_are_repeated_with_more_steps(find: Callable[..., Any]) -> None:
+    assert len(find(steps=None, lowest=1e-12, highest=1e-10).losses) == 400
 
 
 def test_a_scaling_rule_is_divided_out(find: Callable[..., Any]) -> None:
@@ -303,3 +375,50 @@ def test_what_comes_later_in_a_run_is_left_out() -> None:
     assert of_test.train.ema is None
     assert of_test.evaluate.every is None
     assert of_test.telemetry.trackers == ()
+
+
+RATES = np.geomspace(1e-6, 10, 100).tolist()
+
+
+def curve(lowest: float, *, spread: float = 0.0, seed: int = 0) -> list[float]:
+    """Losses that fall over a decade to a trough at a rate, and rise above it."""
+    distance = np.log10(np.array(RATES) / lowest)
+    losses = 2 - np.clip(1 + distance, 0, 1) + np.clip(distance, 0, None)
+    return list(losses + spread * np.random.default_rng(seed).normal(size=len(losses)))
+
+
+def test_votes_are_on_the_fall_and_in_the_trough() -> None:
+    found = suggest(RATES, [curve(0.1)], smoothing=0.5)["median"]
+    assert found.low is not None
+    assert found.lr is not None
+    assert found.high is not None
+    assert 0.03 < found.low < found.lr < found.high < 0.15
+
+
+def test_a_vote_far_below_the_others_is_dropped() -> None:
+    low = curve(1e-5)
+    found = suggest(RATES, [curve(0.1), curve(0.1), low], smoothing=0.5)["median"]
+    assert found.low is not None
+    assert found.low > 0.03
+    assert "without 3 of 9, a hundred times below the others" in found.rule
+
+
+def test_pooled_losses_end_with_most_tests() -> None:
+    assert pooled([[3.0, 2.0, 9.0], [3.5, 1.0], [2.0, 1.5, 8.0, 7.0]]) == [3.0, 1.5, 9.0]
+    assert pooled([[1.0, 2.0], [3.0]]) == [3.0]
+
+
+def test_noise_is_a_share_of_the_fall() -> None:
+    assert noise(curve(0.1), steps=100) < 0.02
+    assert noise(curve(0.1, spread=0.3), steps=100) == pytest.approx(0.3 / 8**0.5, rel=0.5)
+
+
+def test_noise_hardly_moves_the_suggestion() -> None:
+    rates = [
+        suggest(RATES, [curve(0.1, spread=0.05, seed=3 * seed + test) for test in range(3)], smoothing=0.98)[
+            "median"
+        ].lr
+        for seed in range(5)
+    ]
+    assert None not in rates
+    assert max(filter(None, rates)) / min(filter(None, rates)) < 1.5

@@ -10,7 +10,7 @@ from calls import Call
 
 from paceline.recipe.load import load_recipe
 
-QUICK = ("--lowest", "1e-4", "--highest", "3", "--steps", "80")
+QUICK = ("--lowest", "1e-4", "--highest", "3", "--steps", "80", "--seeds", "1")
 
 
 def test_a_range_test_is_told_and_applied(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_another_suggestion_is_one_document(paceline_here: Call, tiny: tuple[str
 
 
 def test_no_suggestion_is_exit_code_1_and_no_file(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
-    nothing = ("--lowest", "1e-12", "--highest", "1e-10", "--steps", "40")
+    nothing = ("--lowest", "1e-12", "--highest", "1e-10", "--steps", "40", "--seeds", "1")
     done = paceline_here("find-lr", "digits", *tiny, *nothing, "--apply", "better.yaml").ended(1)
     assert "does not fall by more than its noise" in done.out
     assert "better.yaml was not written: there is no suggestion by" in done.out
@@ -45,7 +45,7 @@ def test_no_suggestion_is_exit_code_1_and_no_file(paceline_here: Call, tiny: tup
 
 def test_a_trained_run_can_be_tested_from_its_weights(paceline_here: Call, finished: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
-    words = (*QUICK[:4], "--steps", "20", "--json")
+    words = (*QUICK[:4], "--steps", "20", "--seeds", "1", "--json")
     trained = paceline_here("find-lr", finished, f"model.initialize_from={finished}", *words).document
     assert trained["losses"][0] != paceline_here("find-lr", finished, *words).document["losses"][0]
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before

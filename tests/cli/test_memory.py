@@ -59,10 +59,10 @@ def test_three_commands_say_one_total_and_the_run_takes_it(
 
 
 def test_without_a_measured_process_there_is_no_total(paceline_here: Call, tiny: tuple[str, ...]) -> None:
-    """Its few steps are not measured before a run."""
-    done = paceline_here("estimate", "digits", *tiny, "--device", "cpu").ended(0)
+    asked = ("batch.global_size=256", "--processes", "256", "--device", "cpu")
+    done = paceline_here("estimate", "digits", *tiny, *asked).ended(0)
     assert "peak allocated" in done.out
-    assert "was not measured: runs of fewer than 20 steps" in done.out
+    assert "was not measured: the run has 256 processes, and this machine has" in done.out
     for word in ("total", "it fits", "largest micro-batch", "overhead", "minimum"):
         assert word not in done.out
 

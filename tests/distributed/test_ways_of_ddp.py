@@ -48,7 +48,7 @@ def train(name, *changes):
         "loss": result.metrics["loss"],
         "resumes": result.summary.resumes,
         "incidents": [each["incident"] for each in events if each["event"] == "incident"],
-        "measured": [each["what"] for each in events if each["event"] == "measurement"],
+        "measured": [each["what"] for each in events if each["event"] == "measurement" and each["what"] != "forecast"],
     }
 
 answer = {

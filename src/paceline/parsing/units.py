@@ -127,6 +127,16 @@ def format_seconds(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
+def format_seconds_range(low: float, high: float) -> str:
+    """Format a range of time spans: ``9.8 to 12.3 s``, ``55.0 s to 1 min 08 s``."""
+    first, last = format_seconds(low), format_seconds(high)
+    if first == last:
+        return first
+    return (
+        f"{first.removesuffix(' s')} to {last}" if "min" not in last and last.endswith(" s") else f"{first} to {last}"
+    )
+
+
 def format_bytes(count: float) -> str:
     """Format a size in binary units: ``512 B``, ``1.5 KiB``, ``147 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):

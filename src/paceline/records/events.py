@@ -254,7 +254,7 @@ class IncidentEvent(Event):
 
 @_event
 class MeasurementEvent(Event):
-    """A measurement of the run's network before a launch's first step, which did not change the network.
+    """A measurement of the run's network before a launch's first step, or of its first steps; it changes nothing.
 
     Attributes:
         what: ``compile``, ``deterministic``, ``flops`` or ``forecast``.

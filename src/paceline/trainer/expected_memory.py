@@ -122,5 +122,5 @@ def forecast_apart(recipe: Recipe, processes: int) -> dict[str, Any]:
         events = read_events(RunDirectory(run_dir).events, kinds={"measurement"})
         found = next((event for event in events if event["what"] == "forecast"), None)
     if found is None:
-        raise TrainingError("runs of fewer than 20 steps, and sharded ones, are not measured")
+        raise TrainingError("sharded runs, and those of several processes and fewer than 20 steps, are not measured")
     return found

@@ -1,14 +1,17 @@
 """Forecast the time and memory of a run, measured on its own batches before the first step.
 
 The next micro-batches run forward and backward, as in :mod:`paceline.trainer.warmup`; a copy of the network takes an
-optimizer step. Weights, buffers and random states do not change. The steps reuse the batches.
+optimizer step. Weights, buffers and random states do not change. The steps reuse the batches. The forecast of a short
+run is its second step, multiplied.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,7 +20,7 @@ import torch
 from paceline.data.batch import Batch, ReadAhead, copied, rows_of, select_rows, tensors_in
 from paceline.distributed.strategy import Replicas
 from paceline.optim.build import Clipping, ExponentialMovingAverage
-from paceline.parsing.units import counted, format_bytes, format_count, format_seconds
+from paceline.parsing.units import counted, format_bytes, format_count, format_seconds_range
 from paceline.plan import Plan
 from paceline.plan.strategy import exact_gradient_count, optimizer_state_numbers
 from paceline.records.events import MeasurementEvent
@@ -27,8 +30,9 @@ from paceline.trainer.expected_memory import ExpectedMemory
 from paceline.trainer.run_views import ProbedRun
 from paceline.trainer.warmup import GradientProbe, send_through
 
-# A shorter run ends before a forecast is worth its passes.
-_MIN_STEPS = 20
+# A shorter run ends before a forecast is worth its passes; one with fewer than the second number ends before its second
+# step says anything.
+_MIN_STEPS, _MIN_STEPS_TIMED = 20, 4
 # Timed passes end after this many seconds, or this many passes. Loader processes and GPU runs read batches ahead: their
 # real speed shows only once the batches that were ready are used up.
 _SECONDS, _SECONDS_READ_AHEAD, _PASSES = 0.3, 1.0, 30
@@ -48,22 +52,56 @@ _SAVE_SECONDS_PER_BYTE = 1.0e-9
 _LATER_BYTES = 32 * 2**20
 # Importing a tracker's library competes with the first steps for the interpreter.
 _TRACKER_SECONDS = 0.3
+# After the last step: the summary and the end of the process; the report (benchmarks/forecast.py).
+_CLOSING_SECONDS, _REPORT_SECONDS = 0.3, 0.2
+# Half the width of the range that holds four of five runs, as a fraction: of the steps if their passes take equally
+# long, of the steps of a run that takes no passes, and of what comes after the last step.
+_UNCERTAINTY, _UNCERTAINTY_TIMED, _UNCERTAINTY_OF_CLOSING = 0.08, 0.3, 0.4
+# A sample is scored in about this fraction of the time that it takes to train on.
+_SCORING_SHARE = 1 / 3
 _LONG_SECONDS = 3600.0
 
 
 def forecast(run: ProbedRun, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Report the expected time and memory of the run, and return the stream with the batches put back.
 
-    Runs of fewer than 20 steps and networks sharded over processes are not measured. A resumed run uses the time of
-    its latest steps if 20 or more ran on as many processes, with the same micro-batch and device.
+    Runs of fewer than 20 steps and networks sharded over processes take no passes: their time is reported after two
+    steps. A resumed run uses the time of its latest steps if 20 or more ran on as many processes, with the same
+    micro-batch and device.
     """
     ahead = ReadAhead(batches)
     # All processes measure, or none; only some of them may have another device than before.
     comparable_steps = min(run.collectives.gather(run.clock.totals.comparable_steps))
     if event := _extrapolate(run) if comparable_steps >= _MIN_STEPS else measure(run, ahead):
-        run.recorder.write(event)
-        run.recorder.flush()
-    return ahead.replay()
+        _record(run, event)
+        return ahead.replay()
+    return _timed(run, ahead.replay())
+
+
+def _record(run: ProbedRun, event: MeasurementEvent) -> None:
+    run.recorder.write(event)
+    run.recorder.flush()
+
+
+def _timed(run: ProbedRun, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Yield the batches, and report the expected time once the second step is done."""
+    plan, first, times = run.plan, run.progress.position, list[float]()
+    steps = plan.end - first - 2
+    if steps + 2 < _MIN_STEPS_TIMED:
+        yield from batches
+        return
+    for batch in batches:
+        # The first step is slower than all others.
+        if len(times) < 2 and run.progress.position > first + len(times):
+            times.append(run.clock.totals.train_seconds)
+            if len(times) == 2:
+                here, evaluations = run.progress.position, _times_due(plan, "evaluate", run.progress.position, plan.end)
+                sample = (times[1] - times[0]) / (plan.samples_before(here) - plan.samples_before(here - 1))
+                samples: float = plan.samples_before(plan.end) - plan.samples_before(here)
+                samples += evaluations * plan.evaluation_samples * len(run.scored) * _SCORING_SHARE
+                work = f"the {format_count(steps)} steps left" + _evaluations_in_words(evaluations)
+                _record(run, _expected(run, samples * sample, _UNCERTAINTY_TIMED, f"for {work}"))
+        yield batch
 
 
 def _extrapolate(run: ProbedRun) -> MeasurementEvent | None:
@@ -79,13 +117,50 @@ def _extrapolate(run: ProbedRun) -> MeasurementEvent | None:
     seconds = totals.comparable_seconds * samples / measured
     evaluations = _times_due(plan, "evaluate", position, end)
     more = f", plus {counted(evaluations, 'evaluation')}" if evaluations else ""
+    work = f"for {format_count(steps)} steps at the speed so far{more}"
+    return _expected(run, seconds, _UNCERTAINTY, work)
+
+
+def _expected(
+    run: ProbedRun,
+    seconds: float,
+    uncertainty: float,
+    work: str,
+    *,
+    took: float = 0.0,
+    memory: Mapping[str, float | None] | None = None,
+) -> MeasurementEvent:
+    """Return the record of the expected time until the command ends.
+
+    Args:
+        run: The run.
+        seconds: Expected time until its last step has ended.
+        uncertainty: Relative uncertainty of these seconds.
+        work: What takes the time, in words.
+        took: Duration of the measurement, in seconds.
+        memory: Figures of the expected memory, in bytes; None if unknown.
+    """
+    closing = _CLOSING_SECONDS + _REPORT_SECONDS * run.recipe.telemetry.report
+    off = math.hypot(uncertainty * seconds, _UNCERTAINTY_OF_CLOSING * closing)
+    middle = seconds + closing
+    # As a factor in both directions: a run may take twice as long, but not a negative time.
+    low, high = middle**2 / (middle + off), middle + off
     return MeasurementEvent(
         **run.progress.here,
         what="forecast",
-        message=f"expected: about {format_seconds(seconds)} for {format_count(steps)} steps at the speed so far{more}",
-        seconds=0.0,
-        metrics={"expected_seconds": seconds},
+        message=f"expected: {format_seconds_range(low, high)} {work}",
+        seconds=took,
+        metrics={
+            "expected_seconds": middle,
+            "expected_seconds_low": low,
+            "expected_seconds_high": high,
+            **(memory or {"expected_memory_bytes": None}),
+        },
     )
+
+
+def _evaluations_in_words(evaluations: int) -> str:
+    return f" and {counted(evaluations, 'evaluation')}" if evaluations else ""
 
 
 def measure(run: ProbedRun, ahead: ReadAhead, *, cautious: bool = False) -> MeasurementEvent | None:
@@ -99,7 +174,9 @@ def measure(run: ProbedRun, ahead: ReadAhead, *, cautious: bool = False) -> Meas
     plan, position = run.plan, run.progress.position
     end = plan.end
     steps = end - position
-    if steps < _MIN_STEPS or not isinstance(run.strategy, Replicas) or (first := ahead.read()) is None:
+    if steps < (1 if cautious else _MIN_STEPS) or not isinstance(run.strategy, Replicas):
+        return None
+    if (first := ahead.read()) is None:
         return None
     start = time.perf_counter()
     costs, failed = _Costs(GradientProbe(run, run.strategy, first), ahead), False
@@ -122,7 +199,7 @@ def measure(run: ProbedRun, ahead: ReadAhead, *, cautious: bool = False) -> Meas
     seconds = samples * costs.sample + steps * costs.step
     seconds += evaluations * costs.evaluation + _times_due(plan, "checkpoint", position, end) * costs.save
     seconds += len(run.recipe.telemetry.trackers) * _TRACKER_SECONDS
-    work = f"{format_count(steps)} steps" + (f" and {counted(evaluations, 'evaluation')}" if evaluations else "")
+    work = f"for {format_count(steps)} steps{_evaluations_in_words(evaluations)}"
     memory = "" if costs.memory is None else f", {format_bytes(costs.memory)} of memory"
     if shared is not None:
         memory = f", {shared.in_words(' of memory')}"
@@ -133,14 +210,9 @@ def measure(run: ProbedRun, ahead: ReadAhead, *, cautious: bool = False) -> Meas
             f'. That is long on a CPU: train.duration="{hour} steps" takes about an hour; a smaller model.name or '
             "data.image_size takes less time, and a GPU far less"
         )
-    return MeasurementEvent(
-        **run.progress.here,
-        what="forecast",
-        message=f"expected: about {format_seconds(seconds)} for {work}{memory}{shorter}",
-        seconds=time.perf_counter() - start,
-        metrics={"expected_seconds": seconds, "expected_memory_bytes": costs.memory}
-        | ({} if shared is None else shared.to_record()),
-    )
+    off, took = math.hypot(_UNCERTAINTY, costs.spread / 2), time.perf_counter() - start
+    known = {"expected_memory_bytes": costs.memory} | ({} if shared is None else shared.to_record())
+    return _expected(run, seconds, off, work + memory + shorter, took=took, memory=known)
 
 
 @dataclass
@@ -149,6 +221,7 @@ class _Costs:
 
     Attributes:
         sample: Forward and backward pass of one sample, including the wait for it and the reduction over processes.
+        spread: Standard deviation of that between passes, as a fraction.
         step: Clipping, the optimizer's step and the update of the average.
         evaluation: One evaluation of every set of weights.
         save: Writing a checkpoint, if it takes time from training.
@@ -159,6 +232,7 @@ class _Costs:
     probe: GradientProbe
     ahead: ReadAhead
     sample: float = 0.0
+    spread: float = 0.0
     step: float = 0.0
     evaluation: float = 0.0
     save: float = 0.0
@@ -237,6 +311,8 @@ class _Costs:
         # Batches that loader processes had ready before the first request do not show how fast they read.
         later = passes[len(passes) // 2 :]
         self.sample = sum(seconds for seconds, _ in later) / (sum(rows for _, rows in later) or 1)
+        rates = [seconds / rows for seconds, rows in later if rows]
+        self.spread = statistics.pstdev(rates) / (statistics.mean(rates) or 1) if rates else 0.0
         self.is_reducing = False
 
     def _pass_seconds(self) -> float:

@@ -1,12 +1,14 @@
-"""Suggestions of a learning rate from the curve of a range test."""
+"""Suggestions of a learning rate from the curves of range tests."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline_advisor import frozen
 
@@ -18,6 +20,10 @@ _FASTAI = "fastai, callback.schedule"
 _LEFT_OUT_AT_END = 5
 _SLIDE_POINTS = 15
 _SLIDE_CHANGE = 0.005
+# Parts of the loss's fall whose rates are votes for the default.
+_VOTES = (0.8, 0.9, 1.0)
+# A vote that is this many times below the median vote comes from noise before the fall.
+_FAR_BELOW = 100.0
 
 
 Series = Sequence[float]
@@ -47,12 +53,16 @@ class Suggestion:
 
     Attributes:
         lr: The learning rate; None if the curve has no such point.
+        low: The lowest vote for it; None if the rule reads one rate.
+        high: The highest vote.
         why_not: Why there is no learning rate; otherwise empty.
         rule: The rule in one phrase.
         source: Its publication or implementation.
     """
 
     lr: float | None
+    low: float | None = None
+    high: float | None = None
     why_not: str = ""
     rule: str
     source: str
@@ -133,15 +143,68 @@ def slide(rates: Series, losses: Series) -> float:
     return found
 
 
-def trough(rates: Series, losses: Series) -> float:
-    """Return the learning rate in the middle of those consecutive steps, a tenth of all, with the lowest mean loss.
+def fall(rates: Series, losses: Series, share: float) -> float:
+    """Return the learning rate at which a share of the loss's fall, down to its trough, is done.
 
-    The mean is centred. The minimum of a causal average comes later than that of the loss, the more the stronger the
-    smoothing.
+    The trough is the tenth of all steps, consecutive, with the lowest mean loss. The means are centred: the minimum of
+    a causal average comes later than that of the loss, the more the stronger the smoothing.
     """
+    means, width = _means(losses)
+    lowest = int(means.argmin())
+    above = np.flatnonzero(means[:lowest] > means[0] - share * (means[0] - means[lowest]))
+    return rates[(int(above[-1]) + 1 if above.size else 0) + width // 2]
+
+
+def trough(rates: Series, losses: Series) -> float:
+    """Return the learning rate in the middle of the trough; see :func:`fall`."""
+    return fall(rates, losses, 1.0)
+
+
+def trough_steps(losses: Series, *, steps: int) -> slice:
+    """Return the steps of the trough of a usable curve.
+
+    Args:
+        losses: The loss of each step.
+        steps: Planned steps of the test.
+    """
+    first, last = _usable(losses, steps)
+    means, width = _means(losses[first:last])
+    lowest = first + int(means.argmin())
+    return slice(lowest, lowest + width)
+
+
+def noise(losses: Series, *, steps: int) -> float:
+    """Return the standard error of the trough's mean as a share of the loss's fall; infinite without a fall.
+
+    Args:
+        losses: The loss of each step of one test.
+        steps: Planned steps of the test.
+    """
+    first, last = _usable(losses, steps)
+    if last - first < _FEWEST:
+        return math.inf
+    means, width = _means(losses[first:last])
+    lowest = int(means.argmin())
+    # Measured between neighbours, so that the descent itself does not count as noise.
+    square = float(np.square(np.diff(losses[first : first + lowest + width])).mean()) / 2
+    return math.sqrt(square / width) / max(float(means[0] - means[lowest]), 1e-30)
+
+
+def _means(losses: Series) -> tuple[NDArray[np.float64], int]:
     width = max(_FEWEST, len(losses) // 10)
-    means = np.convolve(losses, np.ones(width), mode="valid")
-    return rates[int(means.argmin()) + width // 2]
+    return np.convolve(losses, np.full(width, 1 / width), mode="valid"), width
+
+
+def _usable(losses: Series, steps: int) -> tuple[int, int]:
+    """Return the first step that rules look at, and the one after the last."""
+    return steps // 10, len(losses) - _LEFT_OUT_AT_END
+
+
+def pooled(curves: Sequence[Series]) -> list[float]:
+    """Return the median over several tests of each step's loss; the loss of a test that has ended is infinite."""
+    longest = max(map(len, curves))
+    losses = np.sort([[*curve, *[np.inf] * (longest - len(curve))] for curve in curves], axis=0)[len(curves) // 2]
+    return [float(each) for each in losses if np.isfinite(each)]
 
 
 RULES: Mapping[str, RangeTestRule] = {
@@ -160,37 +223,51 @@ RULES: Mapping[str, RangeTestRule] = {
 }
 
 MEDIAN = "median"
-# The rules that choose a point on the descent, not on the flat part before it or on the rise after it.
-_OF_MEDIAN = ("trough", "steepest", "minimum")
 
 
-def suggest(rates: Series, losses: Series, *, smoothing: float, steps: int | None = None) -> dict[str, Suggestion]:
-    """Return the suggestion of every rule, and the median, for a range test.
+def suggest(
+    rates: Series, curves: Sequence[Series], *, smoothing: float, steps: int | None = None, why_not: str = ""
+) -> dict[str, Suggestion]:
+    """Return the suggestion of every rule from the pooled curve of range tests, and the median vote of all tests.
 
     Args:
-        rates: Learning rate of each step, ascending.
-        losses: Loss of each step before its update; all finite.
+        rates: Learning rate of each step, ascending, up to the last step of any test.
+        curves: For each test the loss of each step before its update; all finite.
         smoothing: Weight of the past in the average that the rules use, in [0, 1).
-        steps: Planned steps of the test; by default those that it took. A tenth of them is left out at the beginning.
+        steps: Planned steps of a test; by default the most that one took. A tenth of them is left out at the beginning.
+        why_not: A reason to suggest nothing.
     """
-    curve = smoothed(losses, smoothing)
-    first, last = (len(losses) if steps is None else steps) // 10, len(losses) - _LEFT_OUT_AT_END
-    why_not = _why_none(losses, first, last)
+    losses = pooled(curves)
+    steps = max(map(len, curves)) if steps is None else steps
+    first, last = _usable(losses, steps)
+    curve, why_not = smoothed(losses, smoothing), _why_none(losses, first, last) or why_not
     found = {
         name: _suggested(rule, rates[first:last], (curve if rule.smooth else losses)[first:last], why_not)
         for name, rule in RULES.items()
     }
-    return {MEDIAN: _median(found), **found}
+    usable = [(each, *_usable(each, steps)) for each in curves]
+    votes = [
+        fall(rates[first:last], each[first:last], share)
+        for each, first, last in usable
+        if last - first >= _FEWEST
+        for share in _VOTES
+    ]
+    return {MEDIAN: _median(votes, why_not), **found}
 
 
-def _median(found: Mapping[str, Suggestion]) -> Suggestion:
-    chosen = [found[name] for name in _OF_MEDIAN]
-    without = [each.why_not for each in chosen if each.lr is None]
+def _median(votes: Sequence[float], why_not: str) -> Suggestion:
+    words = "the median vote: where 80, 90 and 100 % of the loss's fall are done, in each test"
+    if why_not:
+        return Suggestion(lr=None, why_not=why_not, rule=words, source="see trough")
+    kept = [each for each in votes if each * _FAR_BELOW > statistics.median(votes)]
+    if dropped := len(votes) - len(kept):
+        words += f"; without {dropped} of {len(votes)}, a hundred times below the others"
     return Suggestion(
-        lr=None if without else statistics.median(each.lr for each in chosen if each.lr is not None),
-        why_not=without[0] if without else "",
-        rule=f"the median of {', '.join(_OF_MEDIAN)}",
-        source="see these rules",
+        lr=float(np.exp(np.median(np.log(kept)))),
+        low=float(min(kept)),
+        high=float(max(kept)),
+        rule=words,
+        source="see trough",
     )
 
 

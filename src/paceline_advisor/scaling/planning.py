@@ -24,7 +24,9 @@ LARGEST_WITHOUT_LOSS = 8192
 CRITICAL_BATCH = 15_000
 """Batch, in samples, with which ImageNet classifiers need twice as many samples as with small batches, on average over
 training (McCandlish et al. 2018, table 1)."""
-
+ONE_DEVICE_UNCERTAINTY = 0.08
+"""Relative error of the hours of one device whose rate is given: half the width of the range that holds four of five
+forecasts of a run (benchmarks/forecast.py)."""
 
 _COLUMNS = (
     *("GPUs", "strategy", "batch", "lr", "samples/s", "efficiency", "time", "time at worst", "cost"),
@@ -224,7 +226,8 @@ def plan_training(options: PlanTraining, log: Log) -> TrainingPlan:
             strategy, reason = room.strategy, room.why
         row = next((row for row in rows if row.strategy == strategy), rows[0])
         assert row.hours is not None  # a recipe has a length
-        hours = row.hours * row.prediction.high_seconds / row.prediction.seconds
+        worst = row.prediction.high_seconds / row.prediction.seconds
+        hours = row.hours * max(worst, 1 + ONE_DEVICE_UNCERTAINTY)
         rate, warning = _rate(row.batch, recipe_batch, recipe, options)
         choices.append(
             Choice(

@@ -1,4 +1,4 @@
-"""Learning rate range test (Smith 2017): the steps, the result, the page."""
+"""Learning rate range tests (Smith 2017): the steps, the result, the page."""
 
 from __future__ import annotations
 
@@ -6,26 +6,33 @@ import contextlib
 import math
 import os
 import signal
+import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
 from paceline.command import Log
+from paceline.data.batch import Batch
 from paceline.data.loaders.pytorch import explain_worker_deaths
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, TrainingError, did_you_mean
 from paceline.host.world import World
+from paceline.learning.evidence import LossFit
+from paceline.learning.losses import LossWatcher, Parts, described, merged
 from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
-from paceline.parsing.units import Duration, format_count
+from paceline.parsing.units import Duration, counted, format_count
 from paceline.plan import Plan
 from paceline.plan.rates import LearningRate, Schedules, lr_factor
 from paceline.recipe.load import LoadedRecipe, Overrides, load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
+from paceline.trainer.listeners import Listener
 from paceline.trainer.process_settings import restore_globals
 from paceline.trainer.run_records import report_broken
 from paceline.trainer.step import train_step
@@ -36,11 +43,15 @@ from paceline_advisor import picked
 from paceline_advisor.apply import QUIET, SILENT, with_values, write_new
 from paceline_advisor.bench.interleaved import without_growth
 from paceline_advisor.commands import FindLr, Sweep
-from paceline_advisor.formulas.learning_rate import MEDIAN, Suggestion, smoothed, suggest
+from paceline_advisor.formulas.learning_rate import MEDIAN, Suggestion, noise, pooled, smoothed, suggest, trough_steps
 from paceline_advisor.traces import trace
 
 # fp16's loss scale decreases by skipping steps, which use up batches.
 MOST_SKIPPED = 20
+# Steps of each test of a second try, after tests that told nothing.
+_MORE_STEPS = 400
+# More tests are taken if the noise is more than this share of the loss's fall. More steps would move the votes.
+_NOISY, _MORE_SEEDS = 0.03, 9
 
 
 def as_tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
@@ -64,6 +75,17 @@ def as_tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
     return with_values(without_growth(recipe, world_size), values)
 
 
+class _LossListener(Listener):
+    """Keeps what the loss functions of a step are given."""
+
+    def __init__(self) -> None:
+        self.watcher = LossWatcher()
+
+    def around_forward(self, model: Callable[..., Any], batch: Batch) -> AbstractContextManager[None]:
+        """Watch a micro-batch's loss."""
+        return self.watcher.around(model)
+
+
 Ending = Literal["highest", "diverged", "not_finite", "signal"]
 _PROGRESS_LINES = 10
 
@@ -75,12 +97,14 @@ class SweepSteps:
     Attributes:
         rates: Learning rate of each step.
         losses: Mean loss over each step's global batch, before its update; all finite.
+        given: What the loss function of each step was given, over all processes.
         skipped: Steps that fp16 skipped; each was repeated with the next batch.
         ending: Why the test ended.
     """
 
     rates: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    given: list[Parts] = field(default_factory=list)
     skipped: int = 0
     ending: Ending = "highest"
 
@@ -98,8 +122,11 @@ def take_steps(
     steps_taken = SweepSteps()
     with opened_run(loaded, options) as run:
         # Momentum and weight decay keep the optimizer's initial values, which are those of the recipe's first step.
-        rates = LearningRate(name=sweep.shape, peak=sweep.lowest, end=sweep.highest, total_steps=sweep.steps - 1)
+        rates = LearningRate(
+            name=sweep.shape, peak=sweep.lowest, end=sweep.highest, total_steps=sweep.planned_steps - 1
+        )
         run.schedules = Schedules(learning_rate=rates)
+        run.listeners.append(listener := _LossListener())
         with run.watchdog.watching(), explain_worker_deaths():
             batches = check_first_batch(run, warm_up(run, run.train_batches()))
             run.clock.start()
@@ -112,23 +139,25 @@ def take_steps(
                 # The host waits for the device in each step: the next step depends on the loss.
                 drained = run.window.drain()
                 report_broken(run, drained.broken)
-                loss = drained.loss
+                loss, given = drained.loss, listener.watcher.drain()
                 run.clock.end_step(run.plan.step_samples(run.progress.position - 1), run.load)
                 run.clock.drain()
                 if loss is not None and math.isfinite(loss):
                     steps_taken.rates.append(rate)
                     steps_taken.losses.append(loss)
+                    steps_taken.given.append(given)
                 steps_taken.skipped = run.progress.skipped
                 # Whether to stop is a collective on some devices: each process must ask equally often.
                 is_stopped = run.strategy.agreed(run.control_flags()).stop
                 repeats = loss is None and run.precision.scaler is not None
                 ending = "signal" if is_stopped else _ending(sweep, steps_taken, loss, repeats=repeats)
-                if loss is not None and len(steps_taken.losses) % max(1, sweep.steps // _PROGRESS_LINES) == 0:
-                    log(f"step {len(steps_taken.losses)} of {sweep.steps}: rate {rate:.3g}, loss {loss:.4g}")
+                if loss is not None and len(steps_taken.losses) % max(1, sweep.planned_steps // _PROGRESS_LINES) == 0:
+                    log(f"step {len(steps_taken.losses)} of {sweep.planned_steps}: rate {rate:.3g}, loss {loss:.4g}")
         steps_taken.ending = ending
         # After this, no process writes to the folder that the first one is about to remove.
         run.recorder.flush()
-        run.collectives.barrier()
+        by_rank = run.collectives.gather(steps_taken.given)
+        steps_taken.given = [merged(parts) for parts in zip(*by_rank, strict=True)]
         return steps_taken, run.plan, run.stop.signal_name
 
 
@@ -148,7 +177,7 @@ def _ending(sweep: Sweep, steps_taken: SweepSteps, loss: float | None, *, repeat
     average = smoothed(steps_taken.losses, sweep.smoothing)
     if average[-1] > sweep.divergence * min(average):
         return "diverged"
-    return "highest" if len(steps_taken.losses) >= sweep.steps else None
+    return "highest" if len(steps_taken.losses) >= sweep.planned_steps else None
 
 
 # More digits would not be reproducible with another seed.
@@ -169,7 +198,8 @@ class RangeTestSettings(TypedDict, total=False):
 
     lowest: float
     highest: float
-    steps: int
+    steps: int | None
+    seeds: int | None
     shape: Literal["exponential", "linear"]
     smoothing: float
     divergence: float
@@ -177,17 +207,18 @@ class RangeTestSettings(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class RangeTest:
-    """The result of a range test.
+    """The result of range tests.
 
     Attributes:
         name: Name of the recipe.
         recipe: The tested recipe.
-        sweep: The settings of the test.
+        sweep: The settings of the tests.
         facts: Facts of the run: device, precision, processes, sizes.
         rates: Learning rate of each step.
-        losses: Mean training loss over each step's global batch, before its update.
-        averages: The losses, smoothed.
-        ending: ``highest``, ``diverged`` or ``not_finite``.
+        curves: Mean training loss over each step's global batch, before its update, in each test.
+        losses: The median over the tests, until more than half of them have ended.
+        averages: These losses, smoothed.
+        ending: Why the test of these losses ended: ``highest``, ``diverged`` or ``not_finite``.
         skipped: Steps that fp16 skipped; each was repeated with the next batch.
         suggestions: By rule: median, trough, valley, steepest, minimum, slide.
         notes: What to know before using them.
@@ -200,6 +231,7 @@ class RangeTest:
     sweep: Sweep
     facts: Mapping[str, Any]
     rates: tuple[float, ...]
+    curves: tuple[tuple[float, ...], ...]
     losses: tuple[float, ...]
     averages: tuple[float, ...]
     ending: Ending
@@ -236,7 +268,18 @@ class RangeTest:
         found = self.suggestion(rule)
         if found.lr is None:
             raise RecipeError(f"the range test suggests no learning rate by '{rule}': {found.why_not}.")
-        return float(f"{found.lr / self.facts['lr_factor']:.{_DIGITS}g}")
+        return self._unscaled(found.lr)
+
+    def _unscaled(self, rate: float) -> float:
+        return float(f"{rate / self.facts['lr_factor']:.{_DIGITS}g}")
+
+    def _cell(self, rule: str) -> str:
+        """Return a rule's rate in words, with the range of its votes."""
+        found = self.suggestion(rule)
+        if found.lr is None:
+            return "none"
+        votes = [f"{self._unscaled(each):g}" for each in (found.low, found.high) if each is not None]
+        return f"{self.lr(rule):g}" + f" ({' to '.join(votes)})" * bool(votes)
 
     def improved(self, rule: str = MEDIAN) -> str:
         """Return the recipe with the learning rate of a rule, as YAML with a comment that names the rule.
@@ -253,7 +296,7 @@ class RangeTest:
         """Return the result as one JSON object."""
         return {
             "recipe": self.name,
-            "settings": asdict(self.sweep),
+            "settings": asdict(self.sweep) | {"steps": self.sweep.planned_steps, "seeds": len(self.curves)},
             **self.facts,
             "stop": {"reason": self.ending, "steps": len(self.rates), "lr": self.rates[-1]},
             "skipped_steps": self.skipped,
@@ -262,6 +305,7 @@ class RangeTest:
             "lrs": list(self.rates),
             "losses": list(self.losses),
             "smoothed": list(self.averages),
+            "curves": [list(each) for each in self.curves],
         }
 
     def __paceline__(self) -> Shown:
@@ -269,11 +313,7 @@ class RangeTest:
         facts, sweep = self.facts, self.sweep
         several = f", {facts['world_size']} processes" if facts["world_size"] > 1 else ""
         rows = [
-            (
-                f"{name}{' *' * (name == self.rule)}",
-                "none" if each.lr is None else f"{self.lr(name):g}",
-                each.why_not or each.rule,
-            )
+            (f"{name}{' *' * (name == self.rule)}", self._cell(name), each.why_not or each.rule)
             for name, each in self.suggestions.items()
         ]
         sources = Table(
@@ -285,9 +325,10 @@ class RangeTest:
             title=f"Range test of {self.name} on {facts['device_name']}{several}",
             blocks=[
                 {
-                    "rates": f"{sweep.lowest:g} to {sweep.highest:g}, {sweep.shape}, {format_count(sweep.steps)} steps "
-                    f"of {format_count(facts['global_batch_size'])} samples, micro-batches of "
-                    f"{format_count(facts['micro_batch_size'])}, {facts['precision']}",
+                    "rates": f"{sweep.lowest:g} to {sweep.highest:g}, {sweep.shape}, "
+                    f"{counted(len(self.curves), 'seed')}, {format_count(sweep.planned_steps)} steps of "
+                    f"{format_count(facts['global_batch_size'])} samples, "
+                    f"micro-batches of {format_count(facts['micro_batch_size'])}, {facts['precision']}",
                     "ended": f"after {format_count(len(self.rates))} steps at {self.rates[-1]:.3g}: "
                     f"{self.ending_in_words}",
                     "loss": f"{sparkline(self)}  {self.averages[0]:.3g} at first, {min(self.averages):.3g} at best",
@@ -324,8 +365,8 @@ def find_lr(
         task: A :class:`paceline.Task` subclass, or any function from a recipe to a task, instead of the one the recipe
             names.
         quiet: Print no progress.
-        settings: ``lowest``, ``highest`` (learning rates), ``steps``, ``shape`` (``exponential`` or ``linear``),
-            ``smoothing``, ``divergence``.
+        settings: ``lowest``, ``highest`` (learning rates), ``steps``, ``seeds``, ``shape`` (``exponential`` or
+            ``linear``), ``smoothing``, ``divergence``.
 
     Raises:
         PacelineError: For every mistake in the recipe, the data or the settings.
@@ -371,39 +412,83 @@ def range_test(
         TrainingError: If even the first loss is not finite, or if a stop was requested.
         KeyboardInterrupt: For Ctrl-C in a single process.
     """
+    report = log if read_launch(os.environ).world.is_first else lambda _: None
+    with_seeds = partial(_tests, loaded, task, report)
+    plan, tests = with_seeds(sweep, range(sweep.planned_seeds))
+    found = _result(loaded, sweep, plan, tests)
+    if sweep.steps is None and found.suggestion().lr is None:
+        report(f"{found.suggestion().why_not}: once more with {_MORE_STEPS} steps")
+        sweep = replace(sweep, steps=_MORE_STEPS)
+        plan, tests = with_seeds(sweep, range(sweep.planned_seeds))
+        found = _result(loaded, sweep, plan, tests)
+    noises = [noise(each.losses, steps=sweep.planned_steps) for each in tests]
+    if sweep.seeds is None and found.suggestion().lr is not None and statistics.median(noises) > _NOISY:
+        report(f"the loss is noisy: {_MORE_SEEDS} seeds instead of {sweep.planned_seeds}")
+        tests += with_seeds(sweep, range(sweep.planned_seeds, _MORE_SEEDS))[1]
+        found = _result(loaded, replace(sweep, seeds=_MORE_SEEDS), plan, tests)
+    return found
+
+
+def _tests(
+    loaded: LoadedRecipe, task: TaskMaker | None, log: Callable[[str], None], sweep: Sweep, seeds: Sequence[int]
+) -> tuple[Plan, list[SweepSteps]]:
+    """Run a test for each seed, counted from the recipe's."""
     world = read_launch(os.environ).world
-    recipe = as_tested(loaded.recipe, sweep.steps, world_size=world.world_size)
-    with restore_globals(recipe.parallel.device), _scratch(world) as run_dir:
-        options = Options(run_dir=run_dir, task=task)
-        report = log if world.is_first else lambda _: None
-        taken, plan, stop = take_steps(LoadedRecipe(recipe, loaded.name), options, sweep, report)
-    facts = _facts(plan, loaded.recipe)
-    if taken.ending == "signal":  # which the run treated as a stop request
-        if world.world_size == 1 and stop == signal.SIGINT.name:
-            raise KeyboardInterrupt
-        raise TrainingError(
-            f"the range test was stopped by {stop or 'another process'} after {len(taken.losses)} steps; it has no "
-            "result, and changed nothing."
-        )
-    if not taken.losses:
-        raise TrainingError(
-            "the loss of the first step is not finite, before any rate has had an effect: check the data, the "
-            "network and the precision (train.precision)."
-        )
-    suggestions = suggest(taken.rates, taken.losses, smoothing=sweep.smoothing, steps=sweep.steps)
+    recipe = as_tested(loaded.recipe, sweep.planned_steps, world_size=world.world_size)
+    tests = []
+    for seed in seeds:
+        with restore_globals(recipe.parallel.device), _scratch(world) as run_dir:
+            tested = LoadedRecipe(replace(recipe, seed=recipe.seed + seed), loaded.name)
+            taken, plan, stop = take_steps(tested, Options(run_dir=run_dir, task=task), sweep, log)
+        if taken.ending == "signal":  # which the run treated as a stop request
+            if world.world_size == 1 and stop == signal.SIGINT.name:
+                raise KeyboardInterrupt
+            raise TrainingError(
+                f"the range test was stopped by {stop or 'another process'} after {len(taken.losses)} steps; it has no "
+                "result, and changed nothing."
+            )
+        if not taken.losses:
+            raise TrainingError(
+                "the loss of the first step is not finite, before any rate has had an effect: check the data, the "
+                "network and the precision (train.precision)."
+            )
+        tests.append(taken)
+    return plan, tests
+
+
+def _result(loaded: LoadedRecipe, sweep: Sweep, plan: Plan, tests: Sequence[SweepSteps]) -> RangeTest:
+    steps, facts = sweep.planned_steps, _facts(plan, loaded.recipe)
+    rates, curves = max((each.rates for each in tests), key=len), [each.losses for each in tests]
+    losses = pooled(curves)
+    why_not = _nothing_learned(tests, losses, steps)
+    suggestions = suggest(rates, curves, smoothing=sweep.smoothing, steps=steps, why_not=why_not)
+    ending = next(each.ending for each in tests if len(each.losses) == len(losses))
+    averages = smoothed(losses, sweep.smoothing)
     return RangeTest(
         name=loaded.name,
         recipe=loaded.recipe,
         sweep=sweep,
         facts=facts,
-        rates=tuple(taken.rates),
-        losses=tuple(taken.losses),
-        averages=tuple(smoothed(taken.losses, sweep.smoothing)),
-        ending=taken.ending,
-        skipped=taken.skipped,
+        rates=tuple(rates[: len(losses)]),
+        curves=tuple(map(tuple, curves)),
+        losses=tuple(losses),
+        averages=tuple(averages),
+        ending=ending,
+        skipped=sum(each.skipped for each in tests),
         suggestions=suggestions,
-        notes=tuple(_notes(loaded.recipe, sweep, taken, facts, suggestions)),
+        notes=tuple(_notes(loaded.recipe, sweep, ending, averages, facts, suggestions[MEDIAN])),
     )
+
+
+def _nothing_learned(tests: Sequence[SweepSteps], losses: Sequence[float], steps: int) -> str:
+    """Return why the lowest losses are no better than those of an answer that ignores the input; empty if they are."""
+    with contextlib.suppress(ValueError):  # too few steps
+        lowest = trough_steps(losses, steps=steps)
+        figures = described(merged([given for each in tests for given in each.given[lowest]]))
+        fits = [LossFit(figures=each) for each in figures.values() if each]
+        if fits and not any(each.is_above_chance for each in fits):
+            return f"cannot tell, since nothing was learned: {fits[0]} at the lowest losses; try more --steps"
+    return ""
 
 
 @contextlib.contextmanager
@@ -429,21 +514,24 @@ def _facts(plan: Plan, recipe: Recipe) -> dict[str, Any]:
 
 
 def _notes(
-    recipe: Recipe, sweep: Sweep, taken: SweepSteps, facts: Mapping[str, Any], suggestions: Mapping[str, Suggestion]
+    recipe: Recipe,
+    sweep: Sweep,
+    ending: Ending,
+    averages: Sequence[float],
+    facts: Mapping[str, Any],
+    chosen: Suggestion,
 ) -> Iterator[str]:
-    chosen = suggestions[MEDIAN].lr
-    if chosen is None:
+    if chosen.lr is None:
         yield (
             "without a suggestion the recipe's own optimizer.lr stays the best guess; more --steps, or a higher "
             "--highest, may show a fall that these steps do not"
         )
-    elif chosen < _FAR * (own := facts["optimizer_lr"] * facts["lr_factor"]):
+    elif chosen.lr < _FAR * (own := facts["optimizer_lr"] * facts["lr_factor"]):
         yield (
-            f"the suggestion is {own / chosen:,.0f} times below the recipe's own rate: with trained weights the loss "
-            "hardly falls, and the first batches decide where; try more --steps or another seed before using it"
+            f"the suggestion is {own / chosen.lr:,.0f} times below the recipe's own rate: with trained weights the "
+            "loss hardly falls, and the first batches decide where; try more --steps or another seed before using it"
         )
-    averages = smoothed(taken.losses, sweep.smoothing)
-    if taken.ending == "highest" and averages.index(min(averages)) >= _NEAR_THE_END * len(averages):
+    if ending == "highest" and averages.index(min(averages)) >= _NEAR_THE_END * len(averages):
         yield f"the loss was lowest near the highest rate, {sweep.highest:g}: there may be better ones above it"
     if facts["lr_factor"] != 1:
         yield (
@@ -466,9 +554,11 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
 _METHOD = (
     "The recipe was trained for some steps from its initial weights, with a learning rate that rises at each step "
-    "(Smith 2015). A step's loss is measured before its update, over all its samples. The rules look at "
-    "the smoothed losses, without the first tenth and the last five, with fastai's definitions. A suggested rate is a "
-    "starting point, not the optimum: only full training shows what works to the end of a run."
+    "(Smith 2015), once for each seed. A step's loss is measured before its update, over all its samples. In each test "
+    "the rates at which 80, 90 and 100 % of the loss's fall are done are votes; their median is the suggestion. The "
+    "other rules look at the median loss of the tests, without the first tenth and the last five, with fastai's "
+    "definitions. A suggested rate is a starting point, not the optimum: only full training shows what works to the "
+    "end of a run."
 )
 
 

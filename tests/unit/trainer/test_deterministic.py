@@ -22,12 +22,12 @@ SENSITIVE = {"model.options.dropout": 0.3, "data.augment.flip": 0.5, "train.ema"
 
 def test_its_cost_is_told_once(train_tiny: Make, events: Make) -> None:
     result = train_tiny("run", {**SENSITIVE, **ASKED, "train.until": "4 steps"})
-    (measured,) = events(result.run_dir, "measurement")
+    measured, *_ = events(result.run_dir, "measurement")
     assert (measured["what"], measured["step"]) == ("deterministic", 0)
     assert measured["slowdown"] > 0
     assert "times as long as without it" in measured["message"]
     train_tiny("run", {**SENSITIVE, **ASKED})
-    assert events(result.run_dir, "measurement") == [measured]
+    assert [each for each in events(result.run_dir, "measurement") if each["what"] == "deterministic"] == [measured]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

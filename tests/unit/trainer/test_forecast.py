@@ -26,7 +26,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The only clock of a forecast; whoever works moves it on."""
     found = SimpleNamespace(now=0.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: found.now))
-    monkeypatch.setattr(module, "_SAVE_SECONDS_PER_BYTE", 0.0)
+    for constant in ("_SAVE_SECONDS_PER_BYTE", "_CLOSING_SECONDS", "_REPORT_SECONDS"):
+        monkeypatch.setattr(module, constant, 0.0)
     return found
 
 
@@ -59,8 +60,36 @@ def test_it_counts_samples_steps_and_evaluations(timed_task: Make, train_tiny: M
     assert expected["expected_seconds"] == pytest.approx(0.01 * samples + 0.005 * evaluations)
     # What the process held before counts in both, and hides the copy for a checkpoint that is still to come.
     assert 0.5 < expected["expected_memory_bytes"] / result.summary.peak_memory_bytes < 1.5
-    assert expected["message"].startswith("expected: about ")
-    assert "48 steps and 5 evaluations" in expected["message"]
+    low, high = expected["expected_seconds_low"], expected["expected_seconds_high"]
+    assert low < expected["expected_seconds"] < high < 1.2 * low
+    assert expected["message"].startswith(f"expected: {low:.1f} to {high:.1f} s for 48 steps and 5 evaluations, ")
+
+
+def test_it_counts_what_comes_after_the_last_step(
+    timed_task: Make, train_tiny: Make, events: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {}
+    for closing in (0.0, 5.0):
+        task = timed_task(0.01)  # resets what closing takes
+        monkeypatch.setattr(module, "_CLOSING_SECONDS", closing)
+        found[closing] = forecast_of(events(train_tiny(f"run-{closing}", LONG, task=task).run_dir, "measurement"))
+    without, counted = found[0.0], found[5.0]
+    assert counted["expected_seconds"] == pytest.approx(without["expected_seconds"] + 5)
+    assert counted["expected_seconds_low"] > without["expected_seconds_low"] + 2
+
+
+def test_passes_that_differ_widen_the_range(clock: SimpleNamespace, train_tiny: Make, events: Make) -> None:
+    seen: list[int] = []
+
+    def width(swing: float) -> float:
+        def lose(batch: Batch, _: Any) -> None:
+            seen.append(1)
+            clock.now += 0.01 * len(batch.ids) * (1 + swing * (-1) ** len(seen))
+
+        expected = forecast_of(events(train_tiny(f"run-{swing}", LONG, on_loss=lose).run_dir, "measurement"))
+        return float(expected["expected_seconds_high"] / expected["expected_seconds_low"])
+
+    assert width(0.9) > 1.5 * width(0.0)
 
 
 def test_it_counts_saves(timed_task: Make, train_tiny: Make, events: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +166,8 @@ def test_the_speed_so_far_is_of_samples_and_pixels(
 ) -> None:
     monkeypatch.setitem(build_step_clock.__kwdefaults__, "warmup_steps", 0)
     asked = LONG | {"evaluate.every": "off"} | growing
+    for constant in ("_CLOSING_SECONDS", "_REPORT_SECONDS"):
+        monkeypatch.setattr(module, constant, 0.0)
     before = train_tiny("run", asked | {"train.until": "32 steps"}).summary
     resumed = events(train_tiny("run", asked).run_dir, "measurement")[-1]
     assert "speed so far" in resumed["message"]
@@ -161,8 +192,36 @@ def test_a_resumed_run_takes_no_passes_before_its_first_step(train_tiny: Make) -
     assert trained("49 steps") == 20 * 2
 
 
-def test_nothing_is_measured_of_a_short_run(train_tiny: Make, events: Make) -> None:
-    assert not events(train_tiny("run", LONG | {"train.duration": "19 steps"}).run_dir, "measurement")
+@pytest.mark.parametrize(("resumes", "growing"), [(False, {}), (True, {}), (False, {"batch.growth": {1: 32}})])
+def test_a_short_run_is_timed_by_its_second_step(
+    clock: SimpleNamespace,
+    train_tiny: Make,
+    events: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    growing: dict[str, Any],
+    *,
+    resumes: bool,
+) -> None:
+    """It takes no passes, and its slow first step counts for nothing."""
+    monkeypatch.setattr("paceline.telemetry.clock.time", module.time)
+    passes: list[int] = []
+
+    def lose(batch: Batch, _: Any) -> None:
+        passes.append(len(batch.ids))
+        clock.now += 9.0 if len(passes) <= 2 else 0.01 * len(batch.ids)
+
+    asked = LONG | {"train.duration": "10 steps", "train.ema": "off", "evaluate.every": "5 steps"} | growing
+    if resumes:
+        train_tiny("run", asked | {"train.until": "3 steps"})
+    expected = events(train_tiny("run", asked, on_loss=lose).run_dir, "measurement")[-1]
+    steps, evaluations = (5, 1) if resumes else (8, 2)
+    assert expected["step"] == 10 - steps
+    assert f"for the {steps} steps left and {evaluations} evaluation" in expected["message"]
+    assert expected["expected_seconds"] == pytest.approx(0.01 * (sum(passes[4:]) + evaluations * 21 / 3), rel=0.01)
+
+
+def test_a_run_of_three_steps_is_not_timed(train_tiny: Make, events: Make) -> None:
+    assert not events(train_tiny("run", LONG | {"train.duration": "3 steps"}).run_dir, "measurement")
 
 
 @pytest.mark.everyday
