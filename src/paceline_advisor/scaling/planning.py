@@ -15,7 +15,7 @@ from paceline.plan.rates import lr_factor
 from paceline.plan.strategy import choose_automatically
 from paceline.recipe.schema import Recipe
 from paceline_advisor import Json, as_json, frozen, picked
-from paceline_advisor.commands import PlanTraining
+from paceline_advisor.scaling.commands import PlanTraining
 from paceline_advisor.scaling.room import Room, cluster_of, rooms
 from paceline_advisor.scaling.study import MOST_HERE, ScaleReport, Scaling, ScalingRow, filled_table, shown_hours
 

@@ -22,7 +22,6 @@ from paceline.recipe.schema import Recipe
 from paceline_advisor import Json, as_json, frozen, picked
 from paceline_advisor.apply import with_values
 from paceline_advisor.clusters import Cluster, Link
-from paceline_advisor.commands import Scale
 from paceline_advisor.formulas.parallel_step import (
     HOST_SECONDS,
     OWN_HOST_SECONDS,
@@ -38,6 +37,7 @@ from paceline_advisor.formulas.parallel_step import (
 from paceline_advisor.formulas.scaling import Fabric
 from paceline_advisor.launches import check_alone
 from paceline_advisor.scaling.batches import BatchTable, fit_table
+from paceline_advisor.scaling.commands import Scale
 from paceline_advisor.scaling.network import ScaledRun, describe, of_parameters
 from paceline_advisor.scaling.room import (
     Share,

@@ -14,8 +14,8 @@ from paceline.errors import RecipeError
 from paceline.host.machine import cpu_quota
 from paceline.parsing.units import TimeSpan
 from paceline.recipe.load import load_recipe
-from paceline_advisor.commands import PlanTraining
 from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
+from paceline_advisor.scaling.commands import PlanTraining
 from paceline_advisor.scaling.planning import TrainingPlan, _sizes, plan_training
 
 LrRule = Literal["none", "linear", "sqrt"]

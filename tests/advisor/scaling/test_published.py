@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from paceline.recipe.load import load_recipe
-from paceline_advisor.commands import Scale
 from paceline_advisor.formulas.parallel_step import CALIBRATION, HOST_SECONDS
+from paceline_advisor.scaling.commands import Scale
 from paceline_advisor.scaling.network import ScaledRun, describe
 from paceline_advisor.scaling.study import LOOPS, Scaling, ScalingRow
 

@@ -12,8 +12,8 @@ from paceline.errors import RecipeError, TrainingError
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import write_result
 from paceline.recipe.load import load_recipe
-from paceline_advisor.commands import Scale
 from paceline_advisor.measured_rate import MeasuredRate
+from paceline_advisor.scaling.commands import Scale
 from paceline_advisor.scaling.study import ScaleReport, Scaling, ScalingRow, scale
 
 SMALL = "model.options={width: 4, stages: 1}"
