@@ -272,7 +272,7 @@ def test_tests_with_several_seeds_are_pooled(find: Callable[..., Any]) -> None:
     assert found.losses == tuple(np.median(found.curves, axis=0))
     chosen, each = found.suggestions["median"], [one.suggestions["median"] for one in alone]
     assert (chosen.low, chosen.high) == (min(one.low for one in each), max(one.high for one in each))
-    assert chosen.low < chosen.lr < chosen.high
+    assert chosen.low < chosen.lr <= chosen.high
     assert f"{found.lr():g} ({chosen.low:.3g} to {chosen.high:.3g})" in str(found.__paceline__())
 
 
