@@ -131,7 +131,8 @@ class Sweep:
         int | None, "Optimizer steps of each test (default: 100, and once more with 400 if these tell nothing)."
     ] = None
     seeds: Annotated[
-        Count | None,
+        int | None,
+        Ge(1),
         "Tests, each with another seed, so from other weights and in another order (default: 3, and 9 if the loss is "
         "noisy).",
     ] = None
