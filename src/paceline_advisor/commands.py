@@ -162,6 +162,8 @@ class Sweep:
             raise RecipeError(
                 f"a range test of {self.steps} steps is too short; use at least {_FEWEST_STEPS} (--steps)."
             )
+        if self.seeds is not None and self.seeds < 1:
+            raise RecipeError(f"seeds={self.seeds} is not a number of tests; use at least 1 (--seeds).")
         if self.shape not in ("exponential", "linear"):
             raise RecipeError(f"shape={self.shape!r} is not a shape of a range test; choose exponential or linear.")
         if not 0 <= self.smoothing < 1:

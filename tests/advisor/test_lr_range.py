@@ -345,6 +345,7 @@ def test_a_page_and_its_numbers(find: Callable[..., Any], tmp_path: Path) -> Non
         ({"highest": math.inf}, "from 1e-07 to inf"),
         ({"highest": math.nan}, "is not possible"),
         ({"steps": 19}, "19 steps is too short"),
+        ({"seeds": -1}, "seeds=-1 is not a number of tests"),
         ({"shape": "cubic"}, "shape='cubic'"),
         ({"smoothing": 1.0}, r"not in \[0, 1\)"),
         ({"divergence": 1.0}, "a factor above 1"),
