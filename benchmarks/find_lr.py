@@ -122,18 +122,20 @@ def summarised(found: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], 
     overall: dict[str, Any] = {}
     for rule in next(iter(recipes.values()))["rules"]:
         each = [one["rules"][rule] for one in recipes.values()]
-        near = sum(one["distance"] <= ALLOWED for one in each)
-        overall[rule] = {"ratio": max(one["ratio"] for one in each), "near": near, "recipes": len(each)}
+        near = sum(not one["none"] and one["distance"] <= ALLOWED for one in each)
+        overall[rule] = {"ratio": max(one["ratio"] or 1.0 for one in each), "near": near, "recipes": len(each)}
         lines.append(f"| {rule} | {overall[rule]['ratio']:.1f} | {near} of {len(each)} |")
     return {"recipes": recipes, "rules": overall}, lines
 
 
 def _compared(rates: Sequence[float | None], best: float) -> dict[str, Any]:
     known = [rate for rate in rates if rate is not None]
-    if len(known) < len(rates):
-        return {"rates": rates, "ratio": math.inf, "distance": math.inf}
-    distance = max(max(rate / best, best / rate) for rate in known)
-    return {"rates": rates, "ratio": max(known) / min(known), "distance": distance}
+    return {
+        "rates": rates,
+        "none": len(rates) - len(known),
+        "ratio": max(known) / min(known) if known else None,
+        "distance": max(max(rate / best, best / rate) for rate in known) if known else None,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

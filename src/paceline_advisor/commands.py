@@ -132,7 +132,8 @@ class Sweep:
         int | None, "Optimizer steps of each test (default: 100, and once more with 400 if these tell nothing)."
     ] = None
     seeds: Annotated[
-        Count | None,
+        int | None,
+        Ge(1),
         "Tests, each with another seed, so from other weights and in another order (default: 3, and 9 if the loss is "
         "noisy).",
     ] = None
@@ -162,6 +163,8 @@ class Sweep:
             raise RecipeError(
                 f"a range test of {self.steps} steps is too short; use at least {_FEWEST_STEPS} (--steps)."
             )
+        if self.seeds is not None and self.seeds < 1:
+            raise RecipeError(f"seeds={self.seeds} is not a number of tests; use at least 1 (--seeds).")
         if self.shape not in ("exponential", "linear"):
             raise RecipeError(f"shape={self.shape!r} is not a shape of a range test; choose exponential or linear.")
         if not 0 <= self.smoothing < 1:

@@ -272,7 +272,7 @@ def test_tests_with_several_seeds_are_pooled(find: Callable[..., Any]) -> None:
     assert found.losses == tuple(np.median(found.curves, axis=0))
     chosen, each = found.suggestions["median"], [one.suggestions["median"] for one in alone]
     assert (chosen.low, chosen.high) == (min(one.low for one in each), max(one.high for one in each))
-    assert chosen.low < chosen.lr < chosen.high
+    assert chosen.low < chosen.lr <= chosen.high
     assert f"{found.lr():g} ({chosen.low:.3g} to {chosen.high:.3g})" in str(found.__paceline__())
 
 
@@ -345,6 +345,7 @@ def test_a_page_and_its_numbers(find: Callable[..., Any], tmp_path: Path) -> Non
         ({"highest": math.inf}, "from 1e-07 to inf"),
         ({"highest": math.nan}, "is not possible"),
         ({"steps": 19}, "19 steps is too short"),
+        ({"seeds": -1}, "seeds=-1 is not a number of tests"),
         ({"shape": "cubic"}, "shape='cubic'"),
         ({"smoothing": 1.0}, r"not in \[0, 1\)"),
         ({"divergence": 1.0}, "a factor above 1"),

@@ -22,6 +22,8 @@ _SLIDE_POINTS = 15
 _SLIDE_CHANGE = 0.005
 # Parts of the loss's fall whose rates are votes for the default.
 _VOTES = (0.8, 0.9, 1.0)
+# They are read off means of this part of the steps, which follow a noisy loss less than a tenth does.
+_VOTE_WIDTH = 7
 # A vote that is this many times below the median vote comes from noise before the fall.
 _FAR_BELOW = 100.0
 
@@ -143,21 +145,21 @@ def slide(rates: Series, losses: Series) -> float:
     return found
 
 
-def fall(rates: Series, losses: Series, share: float) -> float:
-    """Return the learning rate at which a share of the loss's fall, down to its trough, is done.
+def fall(rates: Series, losses: Series, share: float, *, width: int) -> float:
+    """Return the learning rate at which a share of the loss's fall, down to its lowest mean, is done.
 
-    The trough is the tenth of all steps, consecutive, with the lowest mean loss. The means are centred: the minimum of
-    a causal average comes later than that of the loss, the more the stronger the smoothing.
+    The means over ``width`` steps are centred: the minimum of a causal average comes later than that of the loss, the
+    more the stronger the smoothing.
     """
-    means, width = _means(losses)
+    means = _means(losses, width)
     lowest = int(means.argmin())
     above = np.flatnonzero(means[:lowest] > means[0] - share * (means[0] - means[lowest]))
     return rates[(int(above[-1]) + 1 if above.size else 0) + width // 2]
 
 
 def trough(rates: Series, losses: Series) -> float:
-    """Return the learning rate in the middle of the trough; see :func:`fall`."""
-    return fall(rates, losses, 1.0)
+    """Return the learning rate in the middle of those consecutive steps, a tenth of all, with the lowest mean loss."""
+    return fall(rates, losses, 1.0, width=_tenth(losses))
 
 
 def trough_steps(losses: Series, *, steps: int) -> slice:
@@ -168,8 +170,8 @@ def trough_steps(losses: Series, *, steps: int) -> slice:
         steps: Planned steps of the test.
     """
     first, last = _usable(losses, steps)
-    means, width = _means(losses[first:last])
-    lowest = first + int(means.argmin())
+    width = _tenth(losses[first:last])
+    lowest = first + int(_means(losses[first:last], width).argmin())
     return slice(lowest, lowest + width)
 
 
@@ -183,16 +185,20 @@ def noise(losses: Series, *, steps: int) -> float:
     first, last = _usable(losses, steps)
     if last - first < _FEWEST:
         return math.inf
-    means, width = _means(losses[first:last])
+    width = _tenth(losses[first:last])
+    means = _means(losses[first:last], width)
     lowest = int(means.argmin())
     # Measured between neighbours, so that the descent itself does not count as noise.
     square = float(np.square(np.diff(losses[first : first + lowest + width])).mean()) / 2
     return math.sqrt(square / width) / max(float(means[0] - means[lowest]), 1e-30)
 
 
-def _means(losses: Series) -> tuple[NDArray[np.float64], int]:
-    width = max(_FEWEST, len(losses) // 10)
-    return np.convolve(losses, np.full(width, 1 / width), mode="valid"), width
+def _tenth(losses: Series) -> int:
+    return max(_FEWEST, len(losses) // 10)
+
+
+def _means(losses: Series, width: int) -> NDArray[np.float64]:
+    return np.convolve(losses, np.full(width, 1 / width), mode="valid")
 
 
 def _usable(losses: Series, steps: int) -> tuple[int, int]:
@@ -246,12 +252,14 @@ def suggest(
         for name, rule in RULES.items()
     }
     usable = [(each, *_usable(each, steps)) for each in curves]
+    width = max(_FEWEST, (steps - steps // 10 - _LEFT_OUT_AT_END) // _VOTE_WIDTH)
     votes = [
-        fall(rates[first:last], each[first:last], share)
+        fall(rates[first:last], each[first:last], share, width=width)
         for each, first, last in usable
-        if last - first >= _FEWEST
+        if last - first >= width
         for share in _VOTES
     ]
+    why_not = why_not or "the tests end too early" * (not votes)
     return {MEDIAN: _median(votes, why_not), **found}
 
 
