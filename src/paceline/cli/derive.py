@@ -227,7 +227,7 @@ def _click_type(kind: Any, extras: Sequence[Any], shape: Shape) -> click.ParamTy
         checks = {"file": {"dir_okay": False}, "folder": {"file_okay": False}}.get(shape.path, {})
         return WeightsPath() if shape.path == "weights" else LocalPath(kind, **checks)
     known: dict[Any, click.ParamType[Any]] = {
-        int: click.IntRange(**bounds),
+        int: click.IntRange(**bounds) if bounds else click.INT,
         float: FiniteRange(**bounds),
         Path: LocalPath(),
         str: click.STRING,
