@@ -49,7 +49,7 @@ _SAVE_SECONDS_PER_BYTE = 1.0e-9
 # Importing a tracker's library competes with the first steps for the interpreter.
 _TRACKER_SECONDS = 0.3
 # After the last step: the summary and the end of the process; the report; the end of a group of processes.
-_CLOSING_SECONDS, _REPORT_SECONDS, _GROUP_SECONDS = 0.5, 0.4, 1.2
+_CLOSING_SECONDS, _REPORT_SECONDS, _GROUP_SECONDS = 0.8, 0.4, 1.0
 # Half the width of the range that holds four of five runs, as a fraction: of the steps if their passes take equally
 # long, of the steps of a run that takes no passes, and of what comes after the last step.
 _UNCERTAINTY, _UNCERTAINTY_TIMED, _UNCERTAINTY_OF_CLOSING = 0.1, 0.3, 0.4
