@@ -181,9 +181,9 @@ class FindLr(RecipeCommand, Sweep):
     """Find a learning rate by range tests.
 
     RECIPE is a shipped name, a YAML file, or a run directory, whose recipe is tested. The first steps are trained with
-    a rising learning rate, until the loss diverges, with several seeds. The suggestion is the median of votes from
-    each test, printed with the lowest and the highest, unless you choose one of five rules that read a rate off the
-    curve. The tests run in temporary directories and touch nothing else.
+    a rising learning rate, until the loss diverges, with several seeds. The suggestion is read off the fall of the
+    median loss, and printed with the range over the tests, unless you choose another of the six rules. The tests run
+    in temporary directories and touch nothing else.
 
     From trained weights, add model.initialize_from=RUN.
 

@@ -52,11 +52,11 @@ _SAVE_SECONDS_PER_BYTE = 1.0e-9
 _LATER_BYTES = 32 * 2**20
 # Importing a tracker's library competes with the first steps for the interpreter.
 _TRACKER_SECONDS = 0.3
-# After the last step: the summary and the end of the process; the report (benchmarks/forecast.py).
-_CLOSING_SECONDS, _REPORT_SECONDS = 0.3, 0.2
+# After the last step: the summary and the end of the process; the report; the end of a group of processes.
+_CLOSING_SECONDS, _REPORT_SECONDS, _GROUP_SECONDS = 0.8, 0.4, 1.0
 # Half the width of the range that holds four of five runs, as a fraction: of the steps if their passes take equally
 # long, of the steps of a run that takes no passes, and of what comes after the last step.
-_UNCERTAINTY, _UNCERTAINTY_TIMED, _UNCERTAINTY_OF_CLOSING = 0.08, 0.3, 0.4
+_UNCERTAINTY, _UNCERTAINTY_TIMED, _UNCERTAINTY_OF_CLOSING = 0.1, 0.3, 0.4
 # A sample is scored in about this fraction of the time that it takes to train on.
 _SCORING_SHARE = 1 / 3
 _LONG_SECONDS = 3600.0
@@ -141,6 +141,7 @@ def _expected(
         memory: Figures of the expected memory, in bytes; None if unknown.
     """
     closing = _CLOSING_SECONDS + _REPORT_SECONDS * run.recipe.telemetry.report
+    closing += _GROUP_SECONDS * (run.world.world_size > 1)
     off = math.hypot(uncertainty * seconds, _UNCERTAINTY_OF_CLOSING * closing)
     middle = seconds + closing
     # As a factor in both directions: a run may take twice as long, but not a negative time.

@@ -22,8 +22,8 @@ _SLIDE_POINTS = 15
 _SLIDE_CHANGE = 0.005
 # Parts of the loss's fall whose rates are votes for the default.
 _VOTES = (0.8, 0.9, 1.0)
-# They are read off means of this part of the steps, which follow a noisy loss less than a tenth does.
-_VOTE_WIDTH = 7
+# They are read off means of this part of the steps, which follow a noisy loss less than those of a tenth do.
+_VOTE_WIDTH = 6
 # A vote that is this many times below the median vote comes from noise before the fall.
 _FAR_BELOW = 100.0
 
@@ -251,27 +251,28 @@ def suggest(
         name: _suggested(rule, rates[first:last], (curve if rule.smooth else losses)[first:last], why_not)
         for name, rule in RULES.items()
     }
-    usable = [(each, *_usable(each, steps)) for each in curves]
     width = max(_FEWEST, (steps - steps // 10 - _LEFT_OUT_AT_END) // _VOTE_WIDTH)
-    votes = [
-        fall(rates[first:last], each[first:last], share, width=width)
-        for each, first, last in usable
-        if last - first >= width
-        for share in _VOTES
-    ]
-    why_not = why_not or "the tests end too early" * (not votes)
-    return {MEDIAN: _median(votes, why_not), **found}
+    chosen, *votes = (_votes(rates, each, steps, width) for each in (losses, *curves))
+    why_not = why_not or "the tests end too early" * (not chosen)
+    return {MEDIAN: _median(chosen, [vote for each in votes for vote in each], why_not), **found}
 
 
-def _median(votes: Sequence[float], why_not: str) -> Suggestion:
-    words = "the median vote: where 80, 90 and 100 % of the loss's fall are done, in each test"
+def _votes(rates: Series, losses: Series, steps: int, width: int) -> list[float]:
+    first, last = _usable(losses, steps)
+    if last - first < width:
+        return []
+    return [fall(rates[first:last], losses[first:last], share, width=width) for share in _VOTES]
+
+
+def _median(chosen: Sequence[float], votes: Sequence[float], why_not: str) -> Suggestion:
+    words = "the middle of 80, 90 and 100 % of the fall of the median loss; in brackets those of each test"
     if why_not:
         return Suggestion(lr=None, why_not=why_not, rule=words, source="see trough")
     kept = [each for each in votes if each * _FAR_BELOW > statistics.median(votes)]
     if dropped := len(votes) - len(kept):
-        words += f"; without {dropped} of {len(votes)}, a hundred times below the others"
+        words += f", without {dropped} of {len(votes)}, a hundred times below the others"
     return Suggestion(
-        lr=float(np.exp(np.median(np.log(kept)))),
+        lr=math.exp(statistics.mean(map(math.log, chosen))),
         low=float(min(kept)),
         high=float(max(kept)),
         rule=words,

@@ -554,11 +554,11 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
 _METHOD = (
     "The recipe was trained for some steps from its initial weights, with a learning rate that rises at each step "
-    "(Smith 2015), once for each seed. A step's loss is measured before its update, over all its samples. In each test "
-    "the rates at which 80, 90 and 100 % of the loss's fall are done are votes; their median is the suggestion. The "
-    "other rules look at the median loss of the tests, without the first tenth and the last five, with fastai's "
-    "definitions. A suggested rate is a starting point, not the optimum: only full training shows what works to the "
-    "end of a run."
+    "(Smith 2015), once for each seed. A step's loss is measured before its update, over all its samples. The rules "
+    "look at the median loss of the tests, without the first tenth and the last five. The suggestion is the middle of "
+    "the rates at which 80, 90 and 100 % of the loss's fall are done, with the lowest and the highest of such rates of "
+    "any test. The other rules have fastai's definitions. A suggested rate is a starting point, not the optimum: only "
+    "full training shows what works to the end of a run."
 )
 
 
