@@ -56,7 +56,10 @@ _TRACKER_SECONDS = 0.3
 _CLOSING_SECONDS, _REPORT_SECONDS, _GROUP_SECONDS = 0.8, 0.4, 1.0
 # Half the width of the range that holds four of five runs, as a fraction: of the steps if their passes take equally
 # long, of the steps of a run that takes no passes, and of what comes after the last step.
-_UNCERTAINTY, _UNCERTAINTY_TIMED, _UNCERTAINTY_OF_CLOSING = 0.1, 0.3, 0.4
+_UNCERTAINTY, _UNCERTAINTY_TIMED, _UNCERTAINTY_OF_CLOSING = 0.18, 0.3, 0.4
+# On a CPU, steps take longer than their passes, which share the cores with records, log lines and the heartbeat
+# (benchmarks/forecast.py).
+_BESIDE = 1.05
 # A sample is scored in about this fraction of the time that it takes to train on.
 _SCORING_SHARE = 1 / 3
 _LONG_SECONDS = 3600.0
@@ -199,6 +202,7 @@ def measure(run: ProbedRun, ahead: ReadAhead, *, cautious: bool = False) -> Meas
     evaluations = _times_due(plan, "evaluate", position, end)
     seconds = samples * costs.sample + steps * costs.step
     seconds += evaluations * costs.evaluation + _times_due(plan, "checkpoint", position, end) * costs.save
+    seconds *= _BESIDE if run.device.type == "cpu" else 1
     seconds += len(run.recipe.telemetry.trackers) * _TRACKER_SECONDS
     work = f"for {format_count(steps)} steps{_evaluations_in_words(evaluations)}"
     memory = "" if costs.memory is None else f", {format_bytes(costs.memory)} of memory"
