@@ -21,7 +21,7 @@ def test_the_noise_scale_is_one_document(paceline_here: Call, tiny: tuple[str, .
     scale = point["noise_scale"]
     assert scale["low"] < scale["middle"]
     assert scale["high"] is None or scale["middle"] < scale["high"]
-    assert point["critical_batch"]["low"] == pytest.approx(scale["low"] / 10)
+    assert point["critical_batch"]["low"] == pytest.approx(scale["low"] / 8)
     assert found["costs"]["examples_ratio"] == pytest.approx(1 + 128 / scale["middle"])
 
 

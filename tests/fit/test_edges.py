@@ -453,7 +453,7 @@ def test_commands_point_to_the_result(fit: Fit) -> None:
     result = fit(model=lambda: Linear(5))
     with raises(RecipeError, key="objects.model"):
         paceline.evaluate(result.run_dir, trust_code=True)
-    with raises(DataError):
+    with raises(RecipeError, key="objects.model"):
         paceline.check_data(result.run_dir, trust_code=True)
     with raises(DataError):
         result.evaluate()

@@ -24,7 +24,7 @@ LARGEST_WITHOUT_LOSS = 8192
 CRITICAL_BATCH = 15_000
 """Batch, in samples, with which ImageNet classifiers need twice as many samples as with small batches, on average over
 training (McCandlish et al. 2018, table 1)."""
-ONE_DEVICE_UNCERTAINTY = 0.1
+ONE_DEVICE_UNCERTAINTY = 0.08
 """Allowance for what a run does beside its steps, as a fraction of the hours of one device whose rate is given."""
 
 _COLUMNS = (

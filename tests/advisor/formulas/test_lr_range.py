@@ -63,18 +63,22 @@ def test_a_window_that_slides_needs_room_and_a_place_to_rest() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_every_rule_has_a_rate_on_a_usual_curve(noise: float) -> None:
-    for name, found in suggest(RATES, curve(noise=noise), smoothing=0.98).items():
+    for name, found in suggest(RATES, [curve(noise=noise)], smoothing=0.98).items():
         assert found.lr is not None, (name, found.why_not)
         assert 1e-6 < found.lr < 1
         assert found.rule
         assert found.source
 
 
-def test_the_median_is_the_middle_one_of_three() -> None:
-    found = suggest(RATES, curve(noise=0.1), smoothing=0.98)
-    three = sorted(found[name].lr or 0.0 for name in ("trough", "steepest", "minimum"))
-    assert found["median"].lr == three[1]
-    assert three[0] < three[1] < three[2]
+def test_the_default_lies_in_its_range_and_between_the_rules() -> None:
+    found = suggest(RATES, [curve(noise=0.1, seed=seed) for seed in range(3)], smoothing=0.98)
+    lowest, _, highest = sorted(found[name].lr or 0.0 for name in ("trough", "steepest", "minimum"))
+    default = found["median"]
+    assert default.lr is not None
+    assert lowest < default.lr < highest
+    assert default.low is not None
+    assert default.high is not None
+    assert default.low < default.lr < default.high
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.9, 0.98])
@@ -82,17 +86,17 @@ def test_what_never_falls_has_no_suggestion(smoothing: float) -> None:
     silent = 0
     for seed in range(100):
         draws = [float(each) for each in np.random.default_rng(seed).normal(2.3, 0.1, 100)]
-        silent += all(each.lr is None for each in suggest(RATES, draws, smoothing=smoothing).values())
+        silent += all(each.lr is None for each in suggest(RATES, [draws], smoothing=smoothing).values())
     assert silent >= 90
-    rising = suggest(RATES, [float(each) for each in np.linspace(2, 3, 100)], smoothing=smoothing)
+    rising = suggest(RATES, [[float(each) for each in np.linspace(2, 3, 100)]], smoothing=smoothing)
     assert all("does not fall" in each.why_not for each in rising.values())
 
 
 def test_what_diverges_at_once_has_no_suggestion() -> None:
-    found = suggest(RATES[:9], [2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0, 89.0], smoothing=0.9, steps=100)
+    found = suggest(RATES[:9], [[2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0, 89.0]], smoothing=0.9, steps=100)
     assert all(each.lr is None and "already too high" in each.why_not for each in found.values())
 
 
 def test_numbers_of_a_suggestion_are_plain() -> None:
-    found = suggest(RATES, curve(), smoothing=0.9)
+    found = suggest(RATES, [curve()], smoothing=0.9)
     assert all(type(each.lr) is float and math.isfinite(each.lr) for each in found.values())
