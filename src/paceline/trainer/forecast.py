@@ -53,10 +53,10 @@ _LATER_BYTES = 32 * 2**20
 # Importing a tracker's library competes with the first steps for the interpreter.
 _TRACKER_SECONDS = 0.3
 # After the last step: the summary and the end of the process; the report; the end of a group of processes.
-_CLOSING_SECONDS, _REPORT_SECONDS, _GROUP_SECONDS = 0.8, 0.4, 1.0
+_CLOSING_SECONDS, _REPORT_SECONDS, _GROUP_SECONDS = 0.15, 0.2, 0.5
 # Half the width of the range that holds four of five runs, as a fraction: of the steps if their passes take equally
 # long, of the steps of a run that takes no passes, and of what comes after the last step.
-_UNCERTAINTY, _UNCERTAINTY_TIMED, _UNCERTAINTY_OF_CLOSING = 0.18, 0.3, 0.4
+_UNCERTAINTY, _UNCERTAINTY_TIMED, _UNCERTAINTY_OF_CLOSING = 0.2, 0.3, 0.4
 # On a CPU, steps take longer than their passes, which share the cores with records, log lines and the heartbeat
 # (benchmarks/forecast.py).
 _BESIDE = 1.05
