@@ -57,11 +57,11 @@ def test_it_counts_samples_steps_and_evaluations(timed_task: Make, train_tiny: M
     result = train_tiny("run", LONG | {"train.ema": ema}, task=timed_task(0.01))
     expected = forecast_of(events(result.run_dir, "measurement"))
     samples, evaluations = events(result.run_dir, "step")[-1]["samples"], 5 * 21 * (1 if ema == "off" else 2)
-    assert expected["expected_seconds"] == pytest.approx(0.01 * samples + 0.005 * evaluations)
+    assert expected["expected_seconds"] == pytest.approx(module._BESIDE * (0.01 * samples + 0.005 * evaluations))
     # What the process held before counts in both, and hides the copy for a checkpoint that is still to come.
     assert 0.5 < expected["expected_memory_bytes"] / result.summary.peak_memory_bytes < 1.5
     low, high = expected["expected_seconds_low"], expected["expected_seconds_high"]
-    assert low < expected["expected_seconds"] < high < 1.3 * low
+    assert low < expected["expected_seconds"] < high < 1.5 * low
     assert expected["message"].startswith(f"expected: {low:.1f} to {high:.1f} s for 48 steps and 5 evaluations, ")
 
 
