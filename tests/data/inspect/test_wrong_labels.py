@@ -137,7 +137,7 @@ def test_moved_pictures_are_found_in_folds_and_shown(run: Path, photos: tuple[Pa
     shown = result.__paceline__()
     assert shown.ok is True
     assert len(shown.on_page[0].pictures) == len(named)  # type: ignore[attr-defined]  # a gallery
-    assert all(each.data.startswith("data:image/png") for each in shown.on_page[0].pictures)  # type: ignore[attr-defined]
+    assert all(each.data.startswith("data:image/png") for each in shown.on_page[0].pictures)  # type: ignore[attr-defined]  # as above
     assert sum("training on" in each for each in lines) == 2
     assert sorted(each.name for each in (tmp_path / "out" / "folds").iterdir()) == [f"fold-{n}-of-2" for n in range(2)]
 
@@ -151,7 +151,7 @@ def test_without_folds_training_samples_are_not_checked(run: Path) -> None:
 
 def test_a_fold_is_predicted_by_a_network_that_has_not_seen_it(run: Path) -> None:
     recipe = load_recipe(run).recipe
-    whole, part = build_task(recipe).dataset, _without(np.array([3, 9, 40]), recipe).dataset  # type: ignore[attr-defined]
+    whole, part = build_task(recipe).dataset, _without(np.array([3, 9, 40]), recipe).dataset  # type: ignore[attr-defined]  # images have one
     left = [whole.train.path(each) for each in (3, 9, 40)]
     assert [part.validation.path(each) for each in range(3)] == left
     paths = {part.train.path(each) for each in range(len(part.train))}
