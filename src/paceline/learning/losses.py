@@ -122,13 +122,13 @@ class LossWatcher(TorchFunctionMode):
         paused: list[bool] = []
 
         def pause(*_: Any) -> None:
-            paused.append(_innermost_mode() is self)  # type: ignore[no-untyped-call]  # torch
+            paused.append(_innermost_mode() is self)  # type: ignore[no-untyped-call]  # torch has no types here
             if paused[-1]:
-                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no types here
 
         def resume(*_: Any) -> None:
             if paused and paused.pop():
-                self.__enter__()  # type: ignore[no-untyped-call]  # torch
+                self.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
 
         hooks = network.register_forward_pre_hook(pause), network.register_forward_hook(resume, always_call=True)
         try:

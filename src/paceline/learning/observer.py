@@ -82,7 +82,7 @@ class NetworkObserver:
         """Observe a micro-batch's loss.
 
         Args:
-            model: The network as it is called, wrapped and compiled.
+            model: The module that a step calls: the network, or what wraps or compiles it.
         """
         self._seen.get("calls", []).append([])
         self._is_forward = True

@@ -385,11 +385,11 @@ class Task(ABC):
 
     def score_only(self, ids: SampleIds, *, training: bool) -> None:
         """Score some training or validation samples, prepared as validation samples are, in place of the latter."""
-        raise NotImplementedError  # a task with :meth:`split_sizes` has its own
+        raise NotImplementedError  # only called where split_sizes() gives sizes; such a task has its own
 
     def train_only(self, ids: SampleIds) -> None:
         """Train on some of the training samples."""
-        raise NotImplementedError  # a task with :meth:`split_sizes` has its own
+        raise NotImplementedError  # only called where split_sizes() gives sizes; such a task has its own
 
     def score_holdout(self, trained: str) -> None:
         """Score what the run held out of training, instead of the validation data.

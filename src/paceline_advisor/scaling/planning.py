@@ -25,7 +25,7 @@ CRITICAL_BATCH = 15_000
 """Batch, in samples, with which ImageNet classifiers need twice as many samples as with small batches, on average over
 training (McCandlish et al. 2018, table 1)."""
 ONE_DEVICE_UNCERTAINTY = 0.08
-"""Allowance for what a run does beside its steps, as a fraction of the hours of one device whose rate is given."""
+"""Added to the hours of one device, as a fraction of them, for evaluations and records; assumed, not measured."""
 
 _COLUMNS = (
     *("GPUs", "strategy", "batch", "lr", "samples/s", "efficiency", "time", "time at worst", "cost"),

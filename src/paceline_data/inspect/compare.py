@@ -21,7 +21,7 @@ _NOISE = 2.0  # out of 255: of JPEG files
 
 
 def is_same_picture(one: Pixels, other: Pixels) -> bool:
-    """Whether two images show one picture: they correlate as a whole, and no part has details of its own."""
+    """Whether two images show the same picture: they correlate, and no part of one has details that the other lacks."""
     first, second = (grey_parts(each, _COARSE, _COARSE).reshape(-1) for each in (one, other))
     if np.corrcoef(first, second)[0, 1] < _LEAST_CORRELATION:
         return False

@@ -137,7 +137,7 @@ def test_moved_pictures_are_found_in_folds_and_shown(run: Path, photos: tuple[Pa
     shown = result.__paceline__()
     assert shown.ok is True
     assert len(shown.on_page[0].pictures) == len(named)  # type: ignore[attr-defined]  # a gallery
-    assert all(each.data.startswith("data:image/png") for each in shown.on_page[0].pictures)  # type: ignore[attr-defined]  # as above
+    assert all(each.data.startswith("data:image/png") for each in shown.on_page[0].pictures)  # type: ignore[attr-defined]  # a gallery
     assert sum("training on" in each for each in lines) == 2
     assert sorted(each.name for each in (tmp_path / "out" / "folds").iterdir()) == [f"fold-{n}-of-2" for n in range(2)]
 
