@@ -158,5 +158,7 @@ def _python() -> Iterator[str]:
     functions = {name: str(reference_of(name)) for name in paceline.COMMANDS} | built_in("functions")
     for name in dir(paceline):
         if not name.startswith("__"):
-            yield f"::: {functions.get(name, f'paceline:{name}').replace(':', '.')}\n"
+            documented = functions.get(name, f"paceline:{name}").replace(":", ".")
+            yield f'<a id="paceline.{name}"></a>\n' if name in functions else ""
+            yield f"::: {documented}\n    options:\n      heading: paceline.{name}\n"
     yield from (f"::: paceline.{name}\n" for name in _PARTS)

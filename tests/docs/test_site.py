@@ -91,7 +91,6 @@ def test_every_page_command_and_public_name_is_there(pages: dict[Path, Addresses
     assert {site / page for page in written} - reached == set(), "the navigation on every page leaves them out"
     assert set(command_names()) <= pages[site / "commands.html"].places
     names = {f"paceline.{name}" for name in dir(paceline) if not name.startswith("__")}
-    names = {name if name != "paceline.find_lr" else "paceline_advisor.tuning.lr_range.find_lr" for name in names}
     assert names <= pages[site / "python.html"].places
     assert "paceline.Task.loss" in pages[site / "python.html"].places
     assert "optimizer" in pages[site / "recipe-reference.html"].places
