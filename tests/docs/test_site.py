@@ -88,7 +88,7 @@ def test_every_page_command_and_public_name_is_there(pages: dict[Path, Addresses
     written = {path.with_name(path.name.replace("README", "index")).with_suffix(".html") for path in sources}
     assert {path.relative_to(site) for path in pages} >= written
     reached = {(site / unquote(urlsplit(link).path)).resolve() for link in pages[site / "index.html"].linked}
-    assert {site / page for page in written} - reached == set(), "the navigation on every page leaves them out"
+    assert {site / page for page in written} <= reached, "the navigation on every page leaves them out"
     assert set(command_names()) <= pages[site / "commands.html"].places
     names = {f"paceline.{name}" for name in dir(paceline) if not name.startswith("__")}
     assert names <= pages[site / "python.html"].places
