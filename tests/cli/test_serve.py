@@ -22,7 +22,7 @@ import fork_server
 import numpy as np
 import pytest
 import torch
-from calls import Call
+from calls import SOURCES, Call
 from PIL import Image
 from run_directories import newest_weights, rewrite_weights
 from serving import BOUNDARY, FORM, PATIENCE_SECONDS, Serving, form

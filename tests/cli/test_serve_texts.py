@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
@@ -23,16 +24,19 @@ SHORT = ("train.duration=3 steps", "evaluate.every=off", "telemetry.trackers=[]"
 
 
 @pytest.fixture(scope="module")
-def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, Path]]:
-    """A service of a short run of a recipe, and the run's folder."""
+def started(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Serving, list[str]]]:
+    """A service of a short run of a recipe, and the command that the run's end names to try it."""
     root = tmp_path_factory.mktemp("texts")
     data = f"data.path={write_lines(root / 'tagged.jsonl', tagged(90))}"
     recipe, *more = {
         "tags": ("docs-topics", "task=token_classification", "data.dataset=text_table", data, "data.text.rows=single"),
     }.get(request.param, (request.param,))
-    in_a_process("train", recipe, *SHORT, *more, "--run-dir", "run", cwd=root).ended(0)
+    out = in_a_process("train", recipe, *SHORT, *more, "--run-dir", root / "run", cwd=root).ended(0).out
+    _, *words = shlex.split(next(line for line in out.splitlines() if " predict " in line))
     service = Serving(root / "run", root, "--max-images", 4, "--max-seconds", 60, "--max-request-mb", 0.1)
-    yield service, root / "run"
+    yield service, words
     assert service.stop() == 0
 
 
@@ -41,10 +45,10 @@ def ask(service: Serving, body: Any) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("started", ["docs-topics", "tags", "bert-tiny-docs", "gpt-small-docs"], indirect=True)
-def test_it_answers_as_predict_does(started: tuple[Serving, Path]) -> None:
-    service, run = started
-    prompt = "a bird [MASK] over the lake"
-    wanted = in_a_process("predict", run, "--prompt", prompt, "--json", cwd=run).ended(0).document
+def test_it_answers_as_predict_does(started: tuple[Serving, list[str]]) -> None:
+    service, words = started
+    prompt = words[-1]
+    wanted = in_a_process(*words, "--json", cwd=Path.cwd()).ended(0).document
     status, found = ask(service, {"texts": [prompt]})
     assert status == 200
     (answer,) = found["predictions"]
@@ -56,7 +60,7 @@ def test_it_answers_as_predict_does(started: tuple[Serving, Path]) -> None:
 
 
 @pytest.mark.parametrize("started", ["gpt-small-docs"], indirect=True)
-def test_what_is_written_arrives_piece_by_piece(started: tuple[Serving, Path]) -> None:
+def test_what_is_written_arrives_piece_by_piece(started: tuple[Serving, list[str]]) -> None:
     service, _ = started
     asked = {"texts": ["def "], "tokens": 40, "seed": 3}
     whole = ask(service, asked)[1]["predictions"][0]["text"]
@@ -89,7 +93,7 @@ def test_what_is_written_arrives_piece_by_piece(started: tuple[Serving, Path]) -
         ({"texts": ["a"], "top_k": 0}, 422, "greater than or equal to 1"),
     ],
 )
-def test_what_is_refused(started: tuple[Serving, Path], body: Any, status: int, said: str) -> None:
+def test_what_is_refused(started: tuple[Serving, list[str]], body: Any, status: int, said: str) -> None:
     service, _ = started
     found = ask(service, body)
     assert found[0] == status
