@@ -101,7 +101,7 @@ def test_the_headline_is_the_summary_and_the_evaluations(tmp_path: Path, recorde
 def test_the_best_is_told_only_where_the_records_say_which_way(tmp_path: Path, recorded_run: Any, write: Any) -> None:
     reported = recorded_run().start()
     for number, score in enumerate((0.2, 0.9, 0.8), start=1):
-        reported.record(number).evaluation(number, loss=2.0 - score + 1e-6, f1=score, edits=score)
+        reported.record(number).evaluation(number, loss=2.0 - score + 1e-4, f1=score, edits=score)
     reported.finish(3)
     ways = {"device": "cpu", "higher_is_better": {"loss": False, "f1": True, "edits": False}}
     message = texts(page(write(tmp_path / "run", reported, plan=ways)))
