@@ -211,8 +211,8 @@ def _usable(losses: Series, steps: int) -> tuple[int, int]:
 def lowest_between(rates: Series, losses: Series) -> float:
     """Return where a parabola through the lowest loss and its neighbours is lowest, over the logarithm of the rate.
 
-    Without two neighbours it is the rate of the lowest loss. Next to an infinite loss it is half-way to the other
-    neighbour, the limit of ever higher losses.
+    Without two neighbours it is the rate of the lowest loss. It is never below that: above the best rates the loss
+    jumps up, unlike a parabola.
 
     Args:
         rates: Rates, each the same factor above the one before.
@@ -222,8 +222,7 @@ def lowest_between(rates: Series, losses: Series) -> float:
     if not 0 < place < len(losses) - 1:
         return rates[place]
     below, lowest, above = losses[place - 1 : place + 2]
-    bend = below - 2 * lowest + above
-    move = 0.0 if bend <= 0 else 0.5 * (below - above) / bend if math.isfinite(bend) else -0.5
+    move = 0.0 if above >= below else 0.5 * (below - above) / (below - 2 * lowest + above)
     return rates[place] * (rates[place + 1] / rates[place]) ** move
 
 

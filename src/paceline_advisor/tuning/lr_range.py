@@ -610,8 +610,8 @@ _METHOD = (
     "look at the median loss of the tests, without the first tenth and the last five. The suggestion is the middle of "
     "the rates at which 80, 90 and 100 % of the loss's fall are done, with the lowest and the highest of such rates of "
     "any test. From trained weights, this rate and higher ones are also trained, with a warm-up and a cosine, and the "
-    "suggestion is where the last losses are lowest. The other rules have fastai's definitions. A suggested rate is a starting point, not the optimum: only "
-    "full training shows what works to the end of a run."
+    "suggestion is where the last losses are lowest. The other rules have fastai's definitions. A suggested rate is a "
+    "starting point, not the optimum: only full training shows what works to the end of a run."
 )
 
 
