@@ -49,9 +49,15 @@ Floats = NDArray[np.float64]
 
 # How often a step's host waits for its device, in fp32 and with a loss scaler: read in the loops, not fitted. Eager
 # PyTorch waits for the loss or a synchronize in each step, and once more for the scaler; TensorFlow's session hands
-# back the loss; MXNet's engine and Paddle's static graph wait for nothing.
-WAITS = {"PyTorch": (1, 2), "TensorFlow": (1, 1), "MXNet": (0, 0), "Paddle": (0, 0)}
+# back the loss, and its loss scaler's condition is evaluated on the host; MXNet's engine and Paddle's static graph wait
+# for nothing.
+WAITS = {"PyTorch": (1, 2), "TensorFlow": (1, 2), "MXNet": (0, 0), "Paddle": (0, 0)}
 DECODES = ("PyTorch ConvNets", "PyTorch EfficientNet", "TensorFlow 2 EfficientNet")
+# Loops that decode and augment COCO's images on the host, with tf.data or Pillow; SSD300's uses DALI.
+PREPARES_COCO = (
+    *("PyTorch EfficientDet-D0", "PyTorch Mask R-CNN", "TensorFlow SSD320"),
+    *("TensorFlow 2 EfficientDet-D0", "TensorFlow 2 Mask R-CNN"),
+)
 # Its rates on eight GPUs hardly depend on precision and batch: its input pipeline limits it, at an unpublished cost.
 REFUSED = "TensorFlow 2 Mask R-CNN"
 TARGET = 0.12
@@ -68,10 +74,12 @@ class Fitted:
     Attributes:
         calibration: Constants of the product.
         horovod_seconds: Time that Horovod's cycles add to each step of TensorFlow; the product has no such loop.
+        coco_seconds: Time by which a step is longer for each sample of COCO that one core of a node prepares.
     """
 
     calibration: Calibration
     horovod_seconds: float
+    coco_seconds: float
 
 
 def _calibration(rate: float, sharing: float, host: float, update: float) -> Calibration:
@@ -108,6 +116,13 @@ def host_of(row: Published) -> Host:
     )
 
 
+def loop_units(row: Published) -> tuple[float, float]:
+    """Return how often a step has Horovod's cycles, and how many of COCO's samples each core of a node prepares."""
+    samples = row.batch * row.passes * (family_of(row) in PREPARES_COCO)
+    crowding = host_of(row).devices_per_core(row.gpus, CLUSTERS[row.cluster].devices_per_node)
+    return float(row.table.startswith("TensorFlow")), samples * crowding
+
+
 def predicted(row: Published, by: Fitted, factor: float = 1.0) -> StepPrediction:
     """What is predicted of a row by one GPU's rate and the cluster's datasheet."""
     cluster, network = CLUSTERS[row.cluster], network_of(row.network)
@@ -121,9 +136,8 @@ def predicted(row: Published, by: Fitted, factor: float = 1.0) -> StepPrediction
         memory_bytes_per_second=None if device is None else device.bytes_per_second,
     )
     one = OneDevice(seconds=row.batch / row.one, samples=row.batch, passes=row.one_passes)
-    host = host_of(row)
-    if row.table.startswith("TensorFlow"):
-        host = replace(host, seconds_per_step=by.horovod_seconds)
+    horovod, coco = loop_units(row)
+    host = replace(host_of(row), seconds_per_step=by.horovod_seconds * horovod + by.coco_seconds * coco)
     fabric = fabric_of(cluster, row.gpus)
     return predict(network, one, fabric, host, config, calibration=by.calibration, factor=factor)
 
@@ -137,7 +151,7 @@ class Fit:
         self.weights = np.array([1 / (self.families == each).sum() for each in self.families])
         self.seconds = np.array([row.batch * row.passes * row.gpus / row.rate for row in rows])
         units = {
-            rate: [predicted(row, Fitted(_calibration(rate, 1.0, 1.0, 1.0), 0.0)).parts for row in rows]
+            rate: [predicted(row, Fitted(_calibration(rate, 1.0, 1.0, 1.0), 0.0, 0.0)).parts for row in rows]
             for rate in MEMORY_RATES
         }
         some = units[MEMORY_RATES[0]]
@@ -145,10 +159,8 @@ class Fit:
             rate: np.array([each["computing"] + each["communication"] + each["waiting"] for each in parts])
             for rate, parts in units.items()
         }
-        tensorflow = [float(row.table.startswith("TensorFlow")) for row in rows]
-        self._costs = np.stack(
-            [[each[cause] for each in some] for cause in ("sharing", "host", "update")] + [tensorflow]
-        ).T
+        causes = [[each[cause] for each in some] for cause in ("sharing", "host", "update")]
+        self._costs = np.stack([*causes, *zip(*map(loop_units, rows), strict=True)]).T
         supplies = [host_of(row).supply_per_second(row.gpus, CLUSTERS[row.cluster].devices_per_node) for row in rows]
         self._needed = np.array(
             [
@@ -165,15 +177,15 @@ class Fit:
             errors = np.log(step / self.seconds[used])
             return float((self.weights[used] * np.sqrt(errors**2 + SOFT**2)).sum())
 
-        starts = np.log([0.05, 0.5, 100.0, 0.005])
+        starts = np.log([0.3, 0.5, 100.0, 0.005, 0.01])
         bounds = [(start - 7, start + 3) for start in starts]
         found = {
             rate: minimize(cost, starts, (fixed,), method="L-BFGS-B", bounds=bounds)
             for rate, fixed in self._fixed.items()
         }
         rate = min(found, key=lambda each: float(found[each].fun))
-        sharing, host, update, horovod = np.exp(found[rate].x).tolist()
-        return Fitted(_calibration(rate, sharing, host, update), horovod)
+        sharing, host, update, *of_loops = np.exp(found[rate].x).tolist()
+        return Fitted(_calibration(rate, sharing, host, update), *of_loops)
 
     def quantiles(self, scores: Floats, used: NDArray[np.bool_]) -> tuple[float, float]:
         """Return the 5 and 95 % quantiles of some rows' scores."""

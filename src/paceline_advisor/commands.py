@@ -185,7 +185,7 @@ class FindLr(RecipeCommand, Sweep):
     median loss, and printed with the range over the tests, unless you choose another of the six rules. The tests run
     in temporary directories and touch nothing else.
 
-    From trained weights, add model.initialize_from=RUN.
+    From trained weights (model.initialize_from=RUN), short trainings with higher rates follow.
 
     Exits with 1 if the curve has no such point as --suggestion names, or if nothing was learned.
 

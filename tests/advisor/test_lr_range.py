@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import paceline
 from paceline.errors import DataError, PacelineError, RecipeError, TrainingError
@@ -21,7 +22,7 @@ from paceline.host.world import STOP_SIGNALS
 from paceline.pages.shown import write_result
 from paceline.recipe.load import load_recipe
 from paceline_advisor.commands import Sweep
-from paceline_advisor.formulas.learning_rate import noise, pooled, suggest
+from paceline_advisor.formulas.learning_rate import lowest_between, noise, pooled, suggest
 from paceline_advisor.tuning.lr_range import as_tested, find_lr, sparkline
 
 # Dropout, BatchNorm, augmentation, accumulation, an average, clipping: whatever could be disturbed.
@@ -303,6 +304,27 @@ def test_tests_that_tell_nothing_are_repeated_with_more_steps(find: Callable[...
     assert len(find(steps=None, lowest=1e-12, highest=1e-10).losses) == 400
 
 
+def test_from_trained_weights_higher_rates_are_trained(find: Callable[..., Any], tmp_path: Path) -> None:
+    def shaped(batch: Any, loss: torch.Tensor) -> torch.Tensor:
+        step = batch.slice.step
+        runs.extend([1] * (step == 0))
+        return loss * 0 + [3 + abs(step - 25) / 20, 2.0, 1.0, 1.5][len(runs) - 1]
+
+    weights = tmp_path / "trained.safetensors"
+    save_file({"scale": torch.tensor(20.0)}, weights)
+    runs: list[int] = []
+    settings = {"make_network": Bright, "on_loss": shaped, "steps": 40}
+    from_start = find(**settings).suggestion()
+    assert len(runs) == 1
+    runs.clear()
+    found = find({"model.initialize_from": str(weights)}, **settings).suggestion()
+    assert len(runs) == 4
+    # The lowest point of the parabola through the three trainings, the last of which was worse.
+    assert found.lr == pytest.approx(from_start.lr * 3 ** (1 + 1 / 6))
+    assert (found.low, found.high) == pytest.approx((found.lr / 3, found.lr * 3))
+    assert "after trainings with 3 rates" in found.rule
+
+
 def test_a_scaling_rule_is_divided_out(find: Callable[..., Any]) -> None:
     plain = find(steps=60, highest=1.0, lowest=1e-5)
     scaling = {"optimizer.lr_scaling": "linear", "optimizer.lr_reference_batch": 4}
@@ -402,6 +424,32 @@ def test_a_vote_far_below_the_others_is_dropped() -> None:
     assert found.low is not None
     assert found.low > 0.03
     assert "without 3 of 9, a hundred times below the others" in found.rule
+
+
+def test_a_wide_plateau_does_not_move_the_suggestion_to_its_end() -> None:
+    ends = []
+    for end in (0.1, 3.0):
+        losses = np.array(curve(1e-3)).clip(max=2)
+        losses[np.array(RATES) > 1e-3] = 1.01
+        losses[np.abs(np.log(np.array(RATES) / end)) < 1] = 1.0
+        ends.append(suggest(RATES, [losses.tolist()], smoothing=0.5)["median"].lr)
+    assert ends[1] == ends[0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "factor"),
+    [
+        ([3.0, 2.0, 3.0], 1.0),
+        ([2.0, 1.0, 1.0], 3**0.5),
+        ([2.0, 1.0, 2.5], 1.0),
+        ([3.0, 1.0, math.inf], 1.0),
+        ([1.0, 2.0], 1 / 3),
+        ([3.0, 2.0], 1.0),
+        ([1.0, 1.0, 1.0], 1 / 3),
+    ],
+)
+def test_the_lowest_loss_is_between_rates(losses: list[float], factor: float) -> None:
+    assert lowest_between([0.1, 0.3, 0.9][: len(losses)], losses) == pytest.approx(0.3 * factor)
 
 
 def test_pooled_losses_end_with_most_tests() -> None:

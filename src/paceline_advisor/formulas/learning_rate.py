@@ -22,6 +22,8 @@ _SLIDE_POINTS = 15
 _SLIDE_CHANGE = 0.005
 # Parts of the loss's fall whose rates are votes for the default.
 _VOTES = (0.8, 0.9, 1.0)
+# On a wide plateau noise decides where the loss is lowest: no vote counts as more than this many times the first.
+_PLATEAU = 5.0
 # They are read off means of this part of the steps, which follow a noisy loss less than those of a tenth do.
 _VOTE_WIDTH = 6
 # A vote that is this many times below the median vote comes from noise before the fall.
@@ -206,6 +208,24 @@ def _usable(losses: Series, steps: int) -> tuple[int, int]:
     return steps // 10, len(losses) - _LEFT_OUT_AT_END
 
 
+def lowest_between(rates: Series, losses: Series) -> float:
+    """Return where a parabola through the lowest loss and its neighbours is lowest, over the logarithm of the rate.
+
+    Without two neighbours it is the rate of the lowest loss. It is never below that: above the best rates the loss
+    jumps up, unlike a parabola.
+
+    Args:
+        rates: Rates, each the same factor above the one before.
+        losses: The loss of each; at least one is finite.
+    """
+    place = int(np.argmin(losses))
+    if not 0 < place < len(losses) - 1:
+        return rates[place]
+    below, lowest, above = losses[place - 1 : place + 2]
+    move = 0.0 if above >= below else 0.5 * (below - above) / (below - 2 * lowest + above)
+    return rates[place] * (rates[place + 1] / rates[place]) ** move
+
+
 def pooled(curves: Sequence[Series]) -> list[float]:
     """Return the median over several tests of each step's loss; the loss of a test that has ended is infinite."""
     longest = max(map(len, curves))
@@ -272,7 +292,7 @@ def _median(chosen: Sequence[float], votes: Sequence[float], why_not: str) -> Su
     if dropped := len(votes) - len(kept):
         words += f", without {dropped} of {len(votes)}, a hundred times below the others"
     return Suggestion(
-        lr=math.exp(statistics.mean(map(math.log, chosen))),
+        lr=math.exp(statistics.mean(math.log(min(vote, _PLATEAU * chosen[0])) for vote in chosen)),
         low=float(min(kept)),
         high=float(max(kept)),
         rule=words,

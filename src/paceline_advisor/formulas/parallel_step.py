@@ -4,7 +4,7 @@ The step of one device is measured, or a lower bound. The cost of additional dev
 each cause:
 
 * *communication* that does not overlap with computing, and the slowdown of computing where it does;
-* *sharing* of power, memory and the host among the devices of a node;
+* *sharing* of the host, power and memory among the devices of a node;
 * *host* work for each parameter tensor while the device waits for it;
 * *update*: the optimizer's update, which more devices repeat after fewer passes;
 * *waiting* for the slowest device of the step;
@@ -203,6 +203,8 @@ UNITS_OF_A_COLLECTIVE = 16
 default (NCCL documentation, NCCL_MAX_CTAS)."""
 UNKNOWN_UNITS = 100
 """Assumed multiprocessors of an unknown device."""
+UNKNOWN_CORES = 8
+"""Assumed CPU cores for each device of an unknown node."""
 KERNEL_SECONDS = 4e-6
 """Host time in seconds to launch one kernel: the driver takes 1 to 3 microseconds, and the kernel starts after about 5
 (Dalek, arXiv:2508.10481)."""
@@ -228,7 +230,7 @@ class Calibration:
 
     Attributes:
         bytes_per_second: Rate at which a device moves gradients through its own memory while they are reduced.
-        sharing: Slowdown of a step as soon as several devices share a node, as a fraction of the step.
+        sharing: Slowdown of a step of several devices, as a fraction of the step for each device per core of a node.
         host: Fraction of the host's work per tensor for which the device waits.
         update_bytes: Bytes of device memory that an optimizer's update moves per parameter.
         low: 5 % quantile of the logarithm of the real over the predicted step, as a multiple of
@@ -236,12 +238,12 @@ class Calibration:
         high: 95 % quantile.
     """
 
-    bytes_per_second: float = 60e9
-    sharing: float = 0.052
-    host: float = 0.34
-    update_bytes: float = 114.0
-    low: float = -0.67
-    high: float = 1.49
+    bytes_per_second: float = 40e9
+    sharing: float = 0.343
+    host: float = 0.288
+    update_bytes: float = 106.0
+    low: float = -0.675
+    high: float = 1.41
 
 
 CALIBRATION = Calibration()
@@ -336,6 +338,10 @@ class Host:
     cores_per_device: float | None = None
     shares_cores: bool = False
     threads: int = 1
+
+    def devices_per_core(self, devices: int, per_node: int) -> float:
+        """Return how many of the devices in use share a core of their node."""
+        return min(devices, per_node) / ((self.cores_per_device or UNKNOWN_CORES) * per_node)
 
     def supply_per_second(self, devices: int, per_node: int) -> float | None:
         """Return the samples per second that the loaders of all nodes supply; None without a limit."""
@@ -510,7 +516,8 @@ def _step(
         tensor_share = 1.0
         if not host.shares_cores:
             tensor_share = calibration.host
-            parts["sharing"] = calibration.sharing * pass_seconds * config.passes
+            crowding = host.devices_per_core(devices, fabric.per_node)
+            parts["sharing"] = calibration.sharing * crowding * pass_seconds * config.passes
             parts["update"] = _update(one, config, calibration)
             # A byte crosses the link and the device's own memory, one after the other.
             rate = 1 / (1 / fabric.within.bytes_per_second + 1 / calibration.bytes_per_second)

@@ -123,14 +123,15 @@ def _read(path: Path) -> tuple[str, list[tuple[float, float]]]:
         lines = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines(), strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise RecipeError(f"--batches {path} cannot be read as CSV: {error}; {_RULE}.") from None
-    header = [name.strip().lower() for name in lines[0]] if lines else []
+    begin = next((index for index, line in enumerate(lines) if any(cell.strip() for cell in line)), len(lines))
+    header = [name.strip().lower() for name in lines[begin]] if begin < len(lines) else []
     of_batch = [index for index, name in enumerate(header) if name in _BATCHES]
     of_count = [index for index, name in enumerate(header) if name in _UNITS]
     if len(of_batch) != 1 or len(of_count) != 1:
         raise RecipeError(f"{path}: found the columns {', '.join(header) or 'none'}; {_RULE}, one of each.")
     rows = [
         (_number(path, number, line, of_batch[0], header), _number(path, number, line, of_count[0], header))
-        for number, line in enumerate(lines[1:], 2)
+        for number, line in enumerate(lines[begin + 1 :], begin + 2)
         if any(cell.strip() for cell in line)
     ]
     return _UNITS[header[of_count[0]]], rows

@@ -15,6 +15,8 @@ from paceline_advisor import frozen
 from paceline_advisor.commands import Count, OptionalCount, RecipeCommand
 from paceline_advisor.measured_rate import MeasuredRate
 
+_MOST_DEVICES = 1_000_000
+
 
 @frozen
 class ClusterOptions(RecipeCommand):
@@ -143,8 +145,19 @@ class Scale(ClusterOptions):
         if len(given) != 1:
             found = " and ".join(given) or "nothing"
             raise RecipeError(f"found {found} to predict from; give one of RECIPE, --parameters and --batches.")
-        if self.batches is not None and (self.cluster is not None or self.has_figure or self.overrides):
-            raise RecipeError("--batches fits a table alone; leave out KEY=VALUE, --cluster and one GPU's speed.")
+        if self.batches is not None:
+            own = {"recipe", "batches", "at", "output"}
+            others = [
+                each.name for each in fields(self) if each.name not in own and getattr(self, each.name) != each.default
+            ]
+            if others:
+                names = ["KEY=VALUE" if name == "overrides" else f"--{name.replace('_', '-')}" for name in others]
+                raise RecipeError(f"--batches fits a table alone, without {', '.join(names)}; leave out all but --at.")
+        if max(self.sizes) > _MOST_DEVICES:
+            raise RecipeError(
+                f"{max(self.sizes)} GPUs are too many to predict; ask for at most {_MOST_DEVICES:,} (--world-sizes, "
+                "--gpus-measured)."
+            )
         if self.parameters is not None:
             needed = {
                 "--cluster": self.cluster is not None,

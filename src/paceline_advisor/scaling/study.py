@@ -89,6 +89,8 @@ LOOPS: Mapping[str, LoopOverhead] = {
 _HOUR = 3600
 
 MOST_HERE = 16
+# Published rates are up to 1.13 times linear scaling: one device's rate is uncertain too.
+_MOST_OF_LINEAR = 1.25
 _ROUNDS = 5
 _COLUMNS = ("strategy", "batch", "passes", "samples/s", "90 % range", "efficiency", "time", "cost", "limited by")
 _REASONS: Mapping[Cause, str] = {
@@ -393,6 +395,15 @@ class Scaling:
         if (measured := options.gpus_measured) is not None:
             size, rate = measured.gpus, measured.rate
             row = self._row(self.shares[size], measured_strategy, ones[size], links.get(size), price, 1.0)
+            alone_rate = row.prediction.single_rate
+            beyond = rate / (size * alone_rate)
+            if beyond > _MOST_OF_LINEAR and not is_bound:
+                raise RecipeError(
+                    f"--gpus-measured {size}:{rate:g} is {beyond:.3g} times {size} GPUs of {alone_rate:g} samples/s; "
+                    f"at most {_MOST_OF_LINEAR} times is accepted: give the rate of all GPUs together, and of one GPU."
+                )
+            if rate < alone_rate:
+                notices.append(f"{size} devices were measured slower than one: check both rates")
             factor = row.prediction.factor_for(rate)
             together |= {size: Interval(rate, rate, rate, 1)}
             given[f"{size} devices"] = (

@@ -43,7 +43,16 @@ from paceline_advisor import picked
 from paceline_advisor.apply import QUIET, SILENT, with_values, write_new
 from paceline_advisor.bench.interleaved import without_growth
 from paceline_advisor.commands import FindLr, Sweep
-from paceline_advisor.formulas.learning_rate import MEDIAN, Suggestion, noise, pooled, smoothed, suggest, trough_steps
+from paceline_advisor.formulas.learning_rate import (
+    MEDIAN,
+    Suggestion,
+    lowest_between,
+    noise,
+    pooled,
+    smoothed,
+    suggest,
+    trough_steps,
+)
 from paceline_advisor.traces import trace
 
 # fp16's loss scale decreases by skipping steps, which use up batches.
@@ -51,7 +60,9 @@ MOST_SKIPPED = 20
 # Steps of each test of a second try, after tests that told nothing.
 _MORE_STEPS = 400
 # More tests are taken if the noise is more than this share of the loss's fall. More steps would move the votes.
-_NOISY, _MORE_SEEDS = 0.03, 9
+_NOISY, _MORE_SEEDS = 0.02, 9
+# A rising rate ruins trained weights before it has improved them, so rates from the suggested one up are trained.
+_RATE_FACTOR, _MOST_RATES = 3.0, 5
 
 
 def as_tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
@@ -110,11 +121,22 @@ class SweepSteps:
 
 
 def take_steps(
-    loaded: LoadedRecipe, options: Options, sweep: Sweep, log: Callable[[str], None]
+    loaded: LoadedRecipe,
+    options: Options,
+    sweep: Sweep,
+    log: Callable[[str], None],
+    rates: LearningRate | None = None,
 ) -> tuple[SweepSteps, Plan, str | None]:
     """Train the steps of a range test; collective: every rank must call this.
 
     Every process has the same losses, and ends at the same step.
+
+    Args:
+        loaded: The recipe.
+        options: Where and how to run it.
+        sweep: The settings of the test.
+        log: Receives progress messages.
+        rates: Learning rate of each step, instead of the rising one.
 
     Returns:
         The steps, the plan, and the name of the signal that asked to stop; None without one.
@@ -122,9 +144,9 @@ def take_steps(
     steps_taken = SweepSteps()
     with opened_run(loaded, options) as run:
         # Momentum and weight decay keep the optimizer's initial values, which are those of the recipe's first step.
-        rates = LearningRate(
-            name=sweep.shape, peak=sweep.lowest, end=sweep.highest, total_steps=sweep.planned_steps - 1
-        )
+        if rates is None:
+            total = sweep.planned_steps - 1
+            rates = LearningRate(name=sweep.shape, peak=sweep.lowest, end=sweep.highest, total_steps=total)
         run.schedules = Schedules(learning_rate=rates)
         run.listeners.append(listener := _LossListener())
         with run.watchdog.watching(), explain_worker_deaths():
@@ -426,11 +448,41 @@ def range_test(
         report(f"the loss is noisy: {_MORE_SEEDS} seeds instead of {sweep.planned_seeds}")
         tests += with_seeds(sweep, range(sweep.planned_seeds, _MORE_SEEDS))[1]
         found = _result(loaded, replace(sweep, seeds=_MORE_SEEDS), plan, tests)
+    model = loaded.recipe.model
+    if found.suggestion().lr is not None and (model.initialize_from is not None or model.pretrained):
+        report(f"trained weights: trainings of {sweep.planned_steps} steps with several rates")
+        found = _best_trained(found, lambda rates: with_seeds(sweep, range(sweep.planned_seeds), rates)[1], report)
     return found
 
 
+def _best_trained(
+    found: RangeTest, train: Callable[[LearningRate], Sequence[SweepSteps]], log: Callable[[str], None]
+) -> RangeTest:
+    """Train with rates from the suggested one up as long as the last losses are lower, and suggest the best."""
+    chosen, steps = found.suggestion(), found.sweep.planned_steps
+    assert chosen.lr is not None
+    last, rates, losses = max(1, steps // 10), list[float](), list[float]()
+    while len(rates) < _MOST_RATES and (not losses or losses[-1] == min(losses)):
+        rates.append(chosen.lr * _RATE_FACTOR ** len(rates))
+        tests = train(LearningRate(name="cosine", peak=rates[-1], total_steps=steps, warmup_steps=steps // 10))
+        ended = any(len(each.losses) < steps for each in tests)
+        losses.append(math.inf if ended else statistics.mean(loss for each in tests for loss in each.losses[-last:]))
+        log(f"trained with rate {rates[-1]:.3g}: loss {losses[-1]:.4g}")
+    best = lowest_between(rates, losses)
+    words = (
+        f"the lowest loss after trainings with {len(rates)} rates, from the tests' one up; in brackets a third and 3 x"
+    )
+    trained = replace(chosen, lr=best, low=best / _RATE_FACTOR, high=best * _RATE_FACTOR, rule=words)
+    return replace(found, suggestions={**found.suggestions, MEDIAN: trained})
+
+
 def _tests(
-    loaded: LoadedRecipe, task: TaskMaker | None, log: Callable[[str], None], sweep: Sweep, seeds: Sequence[int]
+    loaded: LoadedRecipe,
+    task: TaskMaker | None,
+    log: Callable[[str], None],
+    sweep: Sweep,
+    seeds: Sequence[int],
+    rates: LearningRate | None = None,
 ) -> tuple[Plan, list[SweepSteps]]:
     """Run a test for each seed, counted from the recipe's."""
     world = read_launch(os.environ).world
@@ -439,7 +491,7 @@ def _tests(
     for seed in seeds:
         with restore_globals(recipe.parallel.device), _scratch(world) as run_dir:
             tested = LoadedRecipe(replace(recipe, seed=recipe.seed + seed), loaded.name)
-            taken, plan, stop = take_steps(tested, Options(run_dir=run_dir, task=task), sweep, log)
+            taken, plan, stop = take_steps(tested, Options(run_dir=run_dir, task=task), sweep, log, rates)
         if taken.ending == "signal":  # which the run treated as a stop request
             if world.world_size == 1 and stop == signal.SIGINT.name:
                 raise KeyboardInterrupt
@@ -557,8 +609,9 @@ _METHOD = (
     "(Smith 2015), once for each seed. A step's loss is measured before its update, over all its samples. The rules "
     "look at the median loss of the tests, without the first tenth and the last five. The suggestion is the middle of "
     "the rates at which 80, 90 and 100 % of the loss's fall are done, with the lowest and the highest of such rates of "
-    "any test. The other rules have fastai's definitions. A suggested rate is a starting point, not the optimum: only "
-    "full training shows what works to the end of a run."
+    "any test. From trained weights, this rate and higher ones are also trained, with a warm-up and a cosine, and the "
+    "suggestion is where the last losses are lowest. The other rules have fastai's definitions. A suggested rate is a "
+    "starting point, not the optimum: only full training shows what works to the end of a run."
 )
 
 

@@ -14,6 +14,7 @@ from paceline_advisor.formulas.parallel_step import (
     CALIBRATION,
     HOST_SECONDS,
     LAUNCH_SECONDS,
+    UNKNOWN_CORES,
     Calibration,
     Gradient,
     Host,
@@ -158,14 +159,20 @@ def test_a_doubted_figure_widens_the_range() -> None:
 
 def test_the_fitted_costs_of_several_devices() -> None:
     way = replace(WAY, parameters=1e8, memory_bytes_per_second=1e12)
-    found = predict(NETWORK, replace(ONE, passes=4), FABRIC, Host(waits=1), replace(way, passes=1))
-    assert found.parts["sharing"] == pytest.approx(0.1 * CALIBRATION.sharing)
+    found = predict(NETWORK, replace(ONE, passes=4), FABRIC, Host(waits=1, cores_per_device=4), replace(way, passes=1))
+    assert found.parts["sharing"] == pytest.approx(0.1 * CALIBRATION.sharing / 4)
     assert found.parts["host"] == pytest.approx(TENSORS * HOST_SECONDS * CALIBRATION.host)
     # Of the four passes' update, a quarter is in the measured pass.
     assert found.parts["update"] == pytest.approx(0.75 * 1e8 * CALIBRATION.update_bytes / 1e12)
     assert predict(NETWORK, ONE, FABRIC, HOST, replace(way, passes=4)).parts["update"] == 0
     # On an endless link, gradients still cross the device's memory.
     assert found.parts["communication"] > predicted(NETWORK, ONE, FABRIC, HOST, WAY).parts["communication"] > 0
+
+
+def test_devices_share_the_cores_of_their_own_node() -> None:
+    host, per_node = Host(cores_per_device=5), 8
+    assert [host.devices_per_core(devices, per_node) for devices in (2, 8, 64)] == [2 / 40, 8 / 40, 8 / 40]
+    assert Host().devices_per_core(8, per_node) == pytest.approx(1 / UNKNOWN_CORES)
 
 
 def test_cores_have_none_of_the_costs_of_gpus() -> None:

@@ -65,6 +65,12 @@ def test_a_bad_table_is_refused_in_a_sentence(tmp_path: Path, text: str, message
         fit_table(tmp_path / "bad.csv", ())
 
 
+def test_blank_lines_above_the_header_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "blank.csv").write_text("\n,\nbatch,epochs\n256,3.1\n512,3.3\n1024,3.9\n2048,4.4\n4096,-1\n")
+    with pytest.raises(RecipeError, match="row 8: epochs is '-1'"):
+        fit_table(tmp_path / "blank.csv", ())
+
+
 def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="found no such file; give a CSV file"):
         fit_table(tmp_path / "none.csv", ())

@@ -131,6 +131,13 @@ def test_a_measured_rate_of_several_gpus_scales_the_others() -> None:
     assert found[8].measured is None
 
 
+@pytest.mark.parametrize(("rate", "is_noted"), [(4000, True), (6000, False)])
+def test_several_gpus_slower_than_one_are_noted(rate: float, is_noted: bool) -> None:
+    measured = MeasuredRate(gpus=4, rate=rate)
+    report = _report("digits", SMALL, throughput=5000, one_gpu_batch=64, gpus_measured=measured)
+    assert any("slower than one" in notice for notice in report.notices) == is_noted
+
+
 def test_the_reason_for_a_low_efficiency_is_a_sentence() -> None:
     why = _report("digits", SMALL, throughput=5000, one_gpu_batch=64).why_inefficient()
     assert why.startswith("8 GPUs with ddp reach")
