@@ -52,7 +52,7 @@ RECIPES: dict[str, list[str]] = {
 }
 LOW = ("digits, LoRA and AdamW", "figures, AdamW", "discs, AdamW", "DLRM, AdamW")
 RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-SEEDS = (0, 10, 20, 30, 40)  # `find-lr` takes the next ones too
+SEEDS = (50, 60, 70, 80, 90)  # not those on which the rules were chosen; `find-lr` takes the next ones too
 GRID_SEEDS = (0, 1)
 ALLOWED = 3.0
 
