@@ -25,7 +25,6 @@ from paceline.trainer.fake_step import FakeStep
 from paceline_advisor import Json, as_json, frozen, picked
 from paceline_advisor.apply import with_values
 from paceline_advisor.commands import Estimate
-from paceline_advisor.memory.allocations import unknown_kernels
 from paceline_advisor.memory.allocator import AllocatorSettings
 from paceline_advisor.memory.job import MOST, Peak, SimulatedRun, allocator_settings, machine_for, predicted
 from paceline_advisor.memory.largest import largest_confirmed
@@ -462,7 +461,7 @@ def estimate_memory(
             devices=tuple(_fits(job, machine, largest)) if machine.device == "cuda" else (),
             savings=tuple(_sharding(job, memory, here.least)),
             verdict=weigh(job, memory, shards),
-            notices=tuple(each for each in (assumed, unmeasured, *ignored, _kernels(job), *_notices(job)) if each),
+            notices=tuple(each for each in (assumed, unmeasured, *ignored, *_notices(job)) if each),
             seconds=0.0,
         )
     log("trying changes that save memory")
@@ -497,10 +496,6 @@ def _fits(job: SimulatedRun, machine: MachineFacts, largest: int | None) -> Iter
         else:
             most = job.largest(device.memory_bytes, roughly=True)
         yield FittingMicroBatch(device=device.name, memory=device.memory_bytes, largest=most)
-
-
-def _kernels(job: SimulatedRun) -> str:
-    return unknown_kernels(job.step.network) if job.plan.device == "cpu" else ""
 
 
 def _notices(job: SimulatedRun) -> Iterator[str]:

@@ -257,17 +257,6 @@ def test_the_allocator_s_variable_is_followed(monkeypatch: pytest.MonkeyPatch) -
     assert any("backend:cudaMallocAsync is another allocator" in each for each in found.notices)
 
 
-def test_kernels_that_nobody_has_watched_are_named(monkeypatch: pytest.MonkeyPatch, own_network: Any) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512_BF16")
-    assert requested("cpu").notices == ()
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    (message,) = requested("cpu").notices
-    assert message.startswith("the internal memory of convolutions was measured only on processors with AVX-512")
-    assert requested("h100").notices == ()
-    own_network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
-    assert requested("cpu", **_dunder(NETWORK)).notices == ()
-
-
 def test_what_does_not_fit_is_never_said_to_leave_room() -> None:
     """Two signs of one thing: less than there is needed fits, and what does not fit is more than there is."""
     found = requested("t4", batch__global_size=16384, model__options={"width": 128})
