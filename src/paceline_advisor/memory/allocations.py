@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _ExperimentalConfig
-from torch.autograd import ProfilerConfig, ProfilerState
+from torch._C import _autograd
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -207,7 +207,7 @@ _lines: dict[tuple[Any, ...], _Line] = {}
 def _measured(name: str, args: tuple[Any, ...]) -> int:
     """Return the bytes that a convolution uses inside, linear in the samples: measured with two numbers of them."""
     batched = 2 if name == "convolution_backward" else 1
-    samples, images = args[0].shape[0], args[batched - 1]
+    samples, images = int(args[0].shape[0]), args[batched - 1]
     signature = (
         (tuple(each.shape[position < batched :]), each.stride(), each.dtype) if isinstance(each, Tensor) else str(each)
         for position, each in enumerate(args)
@@ -231,11 +231,11 @@ def _taken_in_a_run(name: str, args: tuple[Any, ...], batched: int, samples: int
             for position, each in enumerate(args)
         ]
         # The public profiler takes seconds to start, and writes to standard error.
-        torch.autograd._enable_profiler_legacy(config)  # noqa: SLF001
+        _autograd._enable_profiler_legacy(config)  # noqa: SLF001  # see above
         try:
             answer = getattr(torch.ops.aten, name)(*real)
         finally:
-            records = torch.autograd._disable_profiler_legacy()  # noqa: SLF001
+            records: Any = _autograd._disable_profiler_legacy()  # noqa: SLF001  # see above; Any: its annotation is wrong
     del answer  # kept until here: what is freed with it is not used inside
     changes = [each.cpu_memory_usage() for thread in records for each in thread if each.kind() == "memory_alloc"]
     return max(accumulate(changes, initial=0)) - sum(changes)

@@ -55,7 +55,9 @@ class Saving:
         return self.change, format_bytes(self.needed), saves
 
 
-def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: SimulatedRun, current: int) -> Iterator[Saving]:
+def savings(
+    recipe: Recipe, machine: MachineFacts, processes: int, job: SimulatedRun, current: int, log: Log
+) -> Iterator[Saving]:
     """Try the cheapest changes one at a time, with a fake step each.
 
     Args:
@@ -64,6 +66,7 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Simulate
         processes: Processes of the run.
         job: A process of the unchanged run.
         current: Bytes that the device must have without changes.
+        log: Receives each change.
     """
     changes = {}
     if job.plan.precision == "fp32" and "bf16_products" not in machine.lacks:
@@ -72,6 +75,7 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Simulate
         changes["model.activation_checkpointing"] = ["selective", "full"]
     for key, value in ((key, value) for key, values in changes.items() for value in values):
         change, changed = f"{key}={value}", with_values(recipe, {key: value})
+        log(f"trying {change}")
         try:
             with predicted(
                 changed, machine, processes, shards=job.shards, allocator=job.allocator, trace=_only_its_own
@@ -420,8 +424,7 @@ def estimate_memory(
         measured, unmeasured = None, ""
         if machine.device == "cpu":
             if measures and not assumed:
-                log("starting the run's processes, to measure their memory")
-                measured, unmeasured = _measured(recipe, processes)
+                measured, unmeasured = measure_run(recipe, processes, log)
             job.measured(None if measured is None else measured.each)
         is_total = machine.device != "cpu" or measured is not None
         memory = machine.memory_bytes if is_total else None
@@ -464,8 +467,7 @@ def estimate_memory(
             notices=tuple(each for each in (assumed, unmeasured, *ignored, *_notices(job)) if each),
             seconds=0.0,
         )
-    log("trying changes that save memory")
-    others = savings(recipe, machine, processes, job, here.least)
+    others = savings(recipe, machine, processes, job, here.least, log)
     return replace(found, savings=(*found.savings, *others), seconds=time.perf_counter() - start_time)
 
 
@@ -478,10 +480,10 @@ def _sharding(job: SimulatedRun, memory: int | None, least: int) -> Iterator[Sav
         yield Saving(change=change, needed=needed, saved=least - needed)
 
 
-def _measured(recipe: Recipe, processes: int) -> tuple[ExpectedMemory | None, str]:
+def measure_run(recipe: Recipe, processes: int, log: Log) -> tuple[ExpectedMemory | None, str]:
     """Measure what a run on this CPU uses; returns nothing, and why, if that is impossible."""
     try:
-        return ExpectedMemory.from_record(forecast_apart(recipe, processes), processes), ""
+        return ExpectedMemory.from_record(forecast_apart(recipe, processes, log), processes), ""
     except PacelineError as error:
         return None, f"only the memory of tensors is known; that of the whole process was not measured: {error}"
 

@@ -55,7 +55,6 @@ def own_network(monkeypatch: pytest.MonkeyPatch) -> Any:
     return define
 
 
-@pytest.mark.usefixtures("wide_vectors")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_first_step_later_ones_and_evaluation_are_what_torch_allocates(precision: str) -> None:
     """A batch of 300 is scored beside one of 32 that is trained on: evaluation is the highest point here."""
