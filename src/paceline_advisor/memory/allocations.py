@@ -215,7 +215,8 @@ def _measured(name: str, args: tuple[Any, ...]) -> int:
     key = (name, torch.get_num_threads(), *signature)
     if key not in _lines:
         work = max(args[batched].numel(), _WORK_PER_NUMBER * images.shape[1]) * math.prod(images.shape[2:])
-        count = max(1, min(samples, _MEASURED_WORK // work))
+        # Threads share the samples, and each has its own sums: fewer samples would show fewer sums.
+        count = min(samples, max(torch.get_num_threads(), _MEASURED_WORK // work))
         taken, doubled = (_taken_in_a_run(name, args, batched, each) for each in (count, 2 * count))
         _lines[key] = count, taken, max(0, doubled - taken) // count
     count, taken, growth = _lines[key]
@@ -237,7 +238,9 @@ def _taken_in_a_run(name: str, args: tuple[Any, ...], batched: int, samples: int
         finally:
             records: Any = _autograd._disable_profiler_legacy()  # noqa: SLF001  # see above; Any: its annotation is wrong
     del answer  # kept until here: what is freed with it is not used inside
-    changes = [each.cpu_memory_usage() for thread in records for each in thread if each.kind() == "memory_alloc"]
+    changes: list[int] = [
+        each.cpu_memory_usage() for thread in records for each in thread if each.kind() == "memory_alloc"
+    ]
     return max(accumulate(changes, initial=0)) - sum(changes)
 
 

@@ -400,7 +400,7 @@ def estimate_memory(
     measures: bool = False,
     log: Log = lambda _: None,
 ) -> MemoryEstimate:
-    """Estimate the memory of a run's steps and of its evaluation; nothing is trained or allocated.
+    """Estimate the memory of a run's steps and of its evaluation; nothing is trained.
 
     Args:
         loaded: The recipe.
