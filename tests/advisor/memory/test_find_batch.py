@@ -116,7 +116,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert process.returncode != 0
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("paceline-*")) == []  # torch leaves an empty folder for compiled kernels
 
 
 @pytest.mark.slow
