@@ -1,7 +1,7 @@
 """Measured memory of a real step, which tests and benchmarks compare with the estimate.
 
 On a GPU it is what PyTorch's allocator counts; on a CPU the sum of what torch's own allocator reports to its profiler,
-block by block: also what kernels take inside, which an estimate does not see.
+block by block, with what kernels take inside.
 """
 
 from __future__ import annotations

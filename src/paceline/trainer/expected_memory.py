@@ -18,6 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
+from paceline.command import Log
 from paceline.errors import TrainingError
 from paceline.host.machine import available_cores, cache_folder
 from paceline.host.processes import ProcessGroup, without_rank_variables
@@ -95,14 +96,20 @@ class ExpectedMemory:
         return each if self.together == self.each else f"{each}, {format_bytes(self.together)} for all processes"
 
 
-def forecast_apart(recipe: Recipe, processes: int) -> dict[str, Any]:
+def forecast_apart(recipe: Recipe, processes: int, log: Log) -> dict[str, Any]:
     """Return the record of a run's forecast, made by processes that start as the run's do.
+
+    Args:
+        recipe: The run's recipe.
+        processes: Its processes.
+        log: Receives a line before they start, as they take seconds.
 
     Raises:
         TrainingError: If they fail, take too long, or make no forecast; or if they would be more than the cores here.
     """
     if processes > (cores := available_cores()):
         raise TrainingError(f"the run has {processes} processes, and this machine has {cores} cores")
+    log("starting the run's processes, to measure their time and memory")
     with tempfile.TemporaryDirectory(prefix="paceline-") as scratch, ProcessGroup() as group:
         path, run_dir, said = (Path(scratch) / name for name in ("recipe.yaml", "run", "said"))
         path.write_text(to_yaml(recipe.without_mirror()), encoding="utf-8")

@@ -279,7 +279,7 @@ class FakeStep:
 
     def update(self) -> None:
         """Clip the gradients, step, free the gradients, and update the average."""
-        with self._enter_phase("update"), _OptimizerStepMode():  # type: ignore[no-untyped-call]  # not annotated in torch
+        with self._enter_phase("update"), _OptimizerStepMode(self.plan.device):
             self._clipping(measure=True)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -348,13 +348,25 @@ def _line_of(error: Exception) -> str:
 
 
 class _OptimizerStepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # not annotated in torch
-    """Handles what fake tensors cannot do in an optimizer: fused steps, and reading its own values."""
+    """Handles what fake tensors cannot do in an optimizer: fused steps, and reading its own values.
+
+    Args:
+        device: The type of the run's device.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated in torch
+        self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):  # noqa: SLF001  # the operator's name
             return 1.0 if args[0].is_floating_point() else 1
         if func.__name__.startswith("_fused_"):
-            return None  # it writes to its arguments and allocates nothing
+            # It writes to its arguments. On a CPU it first copies each gradient in another layout, one after another.
+            for gradient in args[1] if self._device == "cpu" else ():
+                if not gradient.is_contiguous():
+                    torch.empty_like(gradient)
+            return None
         return func(*args, **(kwargs or {}))
 
 

@@ -1,11 +1,11 @@
 """Tensors that a program allocates and frees, in order, with their purpose; and the memory inside of kernels.
 
 They are tracked operation by operation, by the storages of the returned tensors, fake or real. Temporary memory that
-convolutions and attention use internally is not visible, and must be known.
+operations use internally is not visible, and must be known.
 
-CPU: oneDNN computes with blocked or channels-last tensors. It copies inputs in another layout, and also filters and
-their gradients. This was found by observing torch's allocator on processors with AVX-512 (`benchmarks/estimate.py`
-compares the total with real steps); on others, and in another version of oneDNN, kernels differ.
+CPU: oneDNN chooses the kernel of a convolution, and with it the copies in other layouts, by processor and version. So
+each convolution is run on zeros, a few samples at a time, while torch's allocator is observed. Other operations follow
+torch's own rules, which do not depend on the processor.
 
 GPU: attention's backward pass sums in fp32 (Dao 2023, FlashAttention-2, section 3.2). cuDNN uses a faster convolution
 kernel only if the kernel's memory is free. Therefore only the memory of the kernel that always works is set aside; it
@@ -14,14 +14,17 @@ copies images that are not channels-last. This memory decides what fits, but doe
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
+from torch import Tensor
+from torch._C import _autograd
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -145,26 +148,6 @@ def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  # what torch's StorageWeakRef goes by
 
 
-# A one-channel filter without a dedicated kernel is padded to blocks of 16 by 16 channels.
-_BLOCK = 16
-_LARGEST_OWN_KERNEL = 4
-# Columns that are added to the rows of transposed images for the neighbours that a filter reads.
-_LARGEST_MARGIN = 4
-_COLOURS = 3
-
-
-def unknown_kernels(network: nn.Module) -> str:
-    """Return a warning that convolutions may use more or less memory on this processor; empty if none applies."""
-    if "AVX512" in torch.backends.cpu.get_cpu_capability():
-        return ""
-    if not any(isinstance(each, _ConvNd) for each in network.modules()):
-        return ""
-    return (
-        "the internal memory of convolutions was measured only on processors with AVX-512, which this one does not "
-        "report: the estimate may be too low or too high; `paceline find-batch` measures"
-    )
-
-
 def cpu_workspace(operation: str, args: tuple[Any, ...], answer: Any) -> tuple[int, str]:
     """Return the bytes that an operation uses in addition to inputs and outputs, and their purpose; 0 if unknown."""
     return _taken(operation, args, answer), "workspace"
@@ -176,10 +159,8 @@ def _taken(operation: str, args: tuple[Any, ...], answer: Any) -> int:
         return 0
     first = args[0]
     match name:
-        case "convolution":
-            return _forward(first, args[1], answer)
-        case "convolution_backward":
-            return _backward(first, args[1], args[2], args[5])
+        case "convolution" | "convolution_backward":
+            return _measured(name, args)
         case "native_batch_norm_backward":
             if _is_channels_last(first) == _is_channels_last(args[1]):
                 return _size(first)
@@ -215,61 +196,59 @@ def _cast(value: Any, answer: Any) -> int:
     return value.numel() * answer.element_size()
 
 
-def _forward(images: Tensor, weight: Tensor, output: Tensor) -> int:
-    if weight.ndim != 4:
-        return 0
-    if _is_channels_last(images) or _is_channels_last(weight):
-        return _size(weight)
-    copied = _in_blocks(output)
-    return max(copied, copied - _size(output) + _size(weight) + _in_blocks(images))
+# Operations of a measured convolution, about; larger ones are measured with fewer samples.
+_MEASURED_WORK = 2**29
+# Operations that take as long as reading and writing a number.
+_WORK_PER_NUMBER = 32
+_Line = tuple[int, int, int]
+_lines: dict[tuple[Any, ...], _Line] = {}
 
 
-def _backward(output: Tensor, images: Tensor, weight: Tensor, padding: Sequence[int]) -> int:
-    if weight.ndim != 4:
-        return 0
-    # A filter whose taps are far apart, as in DeepLab, is computed by columns.
-    if weight.shape[1] > 1 and weight.dtype not in _HALVES and min(padding) > max(images.shape[2:]):
-        columns = weight[0].numel() * output[0, 0].numel() * output.element_size()
-        return 4 * _size(weight) + columns + _size(images) // images.shape[0]
-    if _is_channels_last(images) or _is_channels_last(weight):
-        return max(2 * _size(weight), _padded(weight, images, output) or _sums(weight, images, output))
-    return _in_blocks(output) + _in_blocks(images) + (_padded(weight, images, output) or _sums(weight, images, output))
-
-
-def _in_blocks(images: Tensor) -> int:
-    """Return the bytes of a copy in blocks of 16 channels; three channels are read where they are."""
-    channels = images.shape[1]
-    return 0 if channels == _COLOURS else _size(images) // channels * -(-channels // _BLOCK) * _BLOCK
-
-
-def _padded(weight: Tensor, images: Tensor, output: Tensor) -> int:
-    """Return the bytes of a padded depthwise gradient; 0 if a dedicated kernel computes it without padding."""
-    side = max(weight.shape[2:])
-    is_depthwise = weight.shape[1] == 1 and weight.shape[0] > 1
-    if not is_depthwise or (side <= _LARGEST_OWN_KERNEL and side <= min(output.shape[2:])):
-        return 0
-    size = _BLOCK * _BLOCK * weight.numel()
-    if weight.dtype not in _HALVES:
-        return size * _FP32_BYTES
-    return size * weight.element_size() + size * _FP32_BYTES + _BLOCK * _transposed(weight, images, output)
-
-
-def _sums(weight: Tensor, images: Tensor, output: Tensor) -> int:
-    """Return the bytes in which threads sum a 16-bit filter's gradient, over transposed images."""
-    if weight.dtype not in _HALVES or weight.shape[1] == 1:
-        return 0
-    each = weight.numel() * _FP32_BYTES + _transposed(weight, images, output)
-    return each * min(torch.get_num_threads(), images.shape[0])
-
-
-def _transposed(weight: Tensor, images: Tensor, output: Tensor) -> int:
-    """Return the bytes of one sample's images and output with transposed, padded rows of 16-bit numbers."""
-    margin = min(weight.shape[3] - 1, _LARGEST_MARGIN)
-    sizes = (
-        each.shape[1] * each.shape[2] * -(-(each.shape[3] + more) // 2) * 2
-        for each, more in ((images, margin), (output, 0))
+def _measured(name: str, args: tuple[Any, ...]) -> int:
+    """Return the bytes that a convolution uses inside, linear in the samples: measured with two numbers of them."""
+    batched = 2 if name == "convolution_backward" else 1
+    samples, images = int(args[0].shape[0]), args[batched - 1]
+    signature = (
+        (tuple(each.shape[position < batched :]), each.stride(), each.dtype) if isinstance(each, Tensor) else str(each)
+        for position, each in enumerate(args)
     )
-    return sum(sizes) * weight.element_size()
+    key = (name, torch.get_num_threads(), *signature)
+    if key not in _lines:
+        work = max(args[batched].numel(), _WORK_PER_NUMBER * images.shape[1]) * math.prod(images.shape[2:])
+        # Threads share the samples, and each has its own sums: fewer samples would show fewer sums.
+        count = min(samples, max(torch.get_num_threads(), _MEASURED_WORK // work))
+        taken, doubled = (_taken_in_a_run(name, args, batched, each) for each in (count, 2 * count))
+        _lines[key] = count, taken, max(0, doubled - taken) // count
+    count, taken, growth = _lines[key]
+    return max(0, taken + (samples - count) * growth)
+
+
+def _taken_in_a_run(name: str, args: tuple[Any, ...], batched: int, samples: int) -> int:
+    """Run an operation on zeros, and return the bytes in use inside it at its peak, without its answer."""
+    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())  # noqa: FBT003  # torch takes them by position: only memory
+    with torch._C._DisableTorchDispatch(), torch.no_grad():  # noqa: SLF001  # no public way out of fake tensors
+        real = [
+            _zeros(each, samples if position < batched else None) if isinstance(each, Tensor) else each
+            for position, each in enumerate(args)
+        ]
+        # The public profiler takes seconds to start, and writes to standard error.
+        _autograd._enable_profiler_legacy(config)  # noqa: SLF001  # see above
+        try:
+            answer = getattr(torch.ops.aten, name)(*real)
+        finally:
+            records: Any = _autograd._disable_profiler_legacy()  # noqa: SLF001  # see above; Any: its annotation is wrong
+    del answer  # kept until here: what is freed with it is not used inside
+    changes: list[int] = [
+        each.cpu_memory_usage() for thread in records for each in thread if each.kind() == "memory_alloc"
+    ]
+    return max(accumulate(changes, initial=0)) - sum(changes)
+
+
+def _zeros(tensor: Tensor, samples: int | None) -> Tensor:
+    """Return zeros with a tensor's strides, for a number of samples."""
+    shape = tensor.shape if samples is None else (samples, *tensor.shape[1:])
+    extent = 1 + sum((count - 1) * stride for count, stride in zip(shape, tensor.stride(), strict=True))
+    return torch.zeros(max(0, extent), dtype=tensor.dtype).as_strided(shape, tensor.stride())
 
 
 def _size(tensor: Tensor) -> int:

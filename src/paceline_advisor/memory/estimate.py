@@ -25,7 +25,6 @@ from paceline.trainer.fake_step import FakeStep
 from paceline_advisor import Json, as_json, frozen, picked
 from paceline_advisor.apply import with_values
 from paceline_advisor.commands import Estimate
-from paceline_advisor.memory.allocations import unknown_kernels
 from paceline_advisor.memory.allocator import AllocatorSettings
 from paceline_advisor.memory.job import MOST, Peak, SimulatedRun, allocator_settings, machine_for, predicted
 from paceline_advisor.memory.largest import largest_confirmed
@@ -56,7 +55,9 @@ class Saving:
         return self.change, format_bytes(self.needed), saves
 
 
-def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: SimulatedRun, current: int) -> Iterator[Saving]:
+def savings(
+    recipe: Recipe, machine: MachineFacts, processes: int, job: SimulatedRun, current: int, log: Log
+) -> Iterator[Saving]:
     """Try the cheapest changes one at a time, with a fake step each.
 
     Args:
@@ -65,6 +66,7 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Simulate
         processes: Processes of the run.
         job: A process of the unchanged run.
         current: Bytes that the device must have without changes.
+        log: Receives each change.
     """
     changes = {}
     if job.plan.precision == "fp32" and "bf16_products" not in machine.lacks:
@@ -73,6 +75,7 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Simulate
         changes["model.activation_checkpointing"] = ["selective", "full"]
     for key, value in ((key, value) for key, values in changes.items() for value in values):
         change, changed = f"{key}={value}", with_values(recipe, {key: value})
+        log(f"trying {change}")
         try:
             with predicted(
                 changed, machine, processes, shards=job.shards, allocator=job.allocator, trace=_only_its_own
@@ -397,7 +400,7 @@ def estimate_memory(
     measures: bool = False,
     log: Log = lambda _: None,
 ) -> MemoryEstimate:
-    """Estimate the memory of a run's steps and of its evaluation; nothing is trained or allocated.
+    """Estimate the memory of a run's steps and of its evaluation; nothing is trained.
 
     Args:
         loaded: The recipe.
@@ -421,8 +424,7 @@ def estimate_memory(
         measured, unmeasured = None, ""
         if machine.device == "cpu":
             if measures and not assumed:
-                log("starting the run's processes, to measure their memory")
-                measured, unmeasured = _measured(recipe, processes)
+                measured, unmeasured = measure_run(recipe, processes, log)
             job.measured(None if measured is None else measured.each)
         is_total = machine.device != "cpu" or measured is not None
         memory = machine.memory_bytes if is_total else None
@@ -462,11 +464,10 @@ def estimate_memory(
             devices=tuple(_fits(job, machine, largest)) if machine.device == "cuda" else (),
             savings=tuple(_sharding(job, memory, here.least)),
             verdict=weigh(job, memory, shards),
-            notices=tuple(each for each in (assumed, unmeasured, *ignored, _kernels(job), *_notices(job)) if each),
+            notices=tuple(each for each in (assumed, unmeasured, *ignored, *_notices(job)) if each),
             seconds=0.0,
         )
-    log("trying changes that save memory")
-    others = savings(recipe, machine, processes, job, here.least)
+    others = savings(recipe, machine, processes, job, here.least, log)
     return replace(found, savings=(*found.savings, *others), seconds=time.perf_counter() - start_time)
 
 
@@ -479,10 +480,10 @@ def _sharding(job: SimulatedRun, memory: int | None, least: int) -> Iterator[Sav
         yield Saving(change=change, needed=needed, saved=least - needed)
 
 
-def _measured(recipe: Recipe, processes: int) -> tuple[ExpectedMemory | None, str]:
+def measure_run(recipe: Recipe, processes: int, log: Log) -> tuple[ExpectedMemory | None, str]:
     """Measure what a run on this CPU uses; returns nothing, and why, if that is impossible."""
     try:
-        return ExpectedMemory.from_record(forecast_apart(recipe, processes), processes), ""
+        return ExpectedMemory.from_record(forecast_apart(recipe, processes, log), processes), ""
     except PacelineError as error:
         return None, f"only the memory of tensors is known; that of the whole process was not measured: {error}"
 
@@ -497,10 +498,6 @@ def _fits(job: SimulatedRun, machine: MachineFacts, largest: int | None) -> Iter
         else:
             most = job.largest(device.memory_bytes, roughly=True)
         yield FittingMicroBatch(device=device.name, memory=device.memory_bytes, largest=most)
-
-
-def _kernels(job: SimulatedRun) -> str:
-    return unknown_kernels(job.step.network) if job.plan.device == "cpu" else ""
 
 
 def _notices(job: SimulatedRun) -> Iterator[str]:

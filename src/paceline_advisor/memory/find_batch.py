@@ -36,7 +36,9 @@ from paceline_advisor.apply import QUIET, with_values, write_new
 from paceline_advisor.commands import FindBatch
 from paceline_advisor.launches import CommandProcess, check_alone, said
 from paceline_advisor.memory.batch_trial import REFERENCE, TrialConfig
+from paceline_advisor.memory.estimate import measure_run
 from paceline_advisor.memory.job import SimulatedRun, machine_for, predicted
+from paceline_advisor.memory.largest import largest_confirmed
 
 # The first step creates the optimizer's state, and the second has it.
 _STEPS = 2
@@ -99,6 +101,7 @@ class TrialRunner:
         """
         trial = next((each for each in self.trials if each.micro_batch == micro_batch), None)
         if trial is None:
+            self.log(f"trying {micro_batch} samples")
             start_time = time.monotonic()
             # It contains sockets of loader processes, whose paths must be short.
             with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
@@ -228,6 +231,8 @@ class FoundBatch:
         micro_size: The largest size that fits and divides a process's share of a step.
         accumulation_steps: Micro-batches per step and process.
         memory: Bytes available to each process; None for a whole GPU.
+        share: Samples of a process in a step; larger micro-batches are not tried.
+        expected: The largest size that fits by `paceline estimate`, for the same memory; None if it is unknown.
         estimated: Estimate of what was measured for the largest size, in bytes; None if there is none.
         why_not: Why there is no estimate; otherwise empty.
         applied: The file that the recipe was written to; None if none was requested.
@@ -243,6 +248,8 @@ class FoundBatch:
     micro_size: int
     accumulation_steps: int
     memory: int | None
+    share: int
+    expected: int | None
     estimated: int | None
     why_not: str
     applied: Path | None = None
@@ -267,6 +274,7 @@ class FoundBatch:
             "memory_bytes": self.memory,
             "largest_micro_batch": self.largest,
             "refused_micro_batch": self.refused,
+            "estimated_largest_micro_batch": self.expected,
             "global_size": self.recipe.batch.global_size,
             "learning_rate": self.recipe.optimizer.lr,
             "measured_peak_bytes": self.measured,
@@ -295,8 +303,18 @@ class FoundBatch:
             lines["estimated"] = f"{format_bytes(self.estimated)}{error}"
         elif self.why_not:
             lines["estimated"] = f"no: {self.why_not}"
+        if self.expected is not None:
+            lines["by estimate"] = f"{format_count(self.expected)} samples fit{self._difference(self.expected)}"
         applied = [] if self.applied is None else [f"\nWritten to {self.applied}."]
         return Shown(title=f"Largest micro-batch of {self.name} on {self.device}, {limit}", blocks=[lines, *applied])
+
+    def _difference(self, expected: int) -> str:
+        """Describe why the estimate's largest size was not found by trying; empty if it lies where the trials end."""
+        if self.refused is None and expected > self.largest:
+            return f"; a process has {format_count(self.share)} samples of a step, and no more were tried"
+        if self.largest <= expected < (self.refused or expected + 1):
+            return ""
+        return "; the trials decide, and on a CPU do not count pages of files"
 
 
 def find_batch(options: FindBatch, log: Log) -> FoundBatch:
@@ -324,13 +342,12 @@ def find_batch(options: FindBatch, log: Log) -> FoundBatch:
     # The samples of a process in a step, which micro-batches must divide.
     undivided = {"parallel.logical_ranks": "auto", "parallel.exact": False, "batch.micro_size": "auto"}
     share = micro_batch_size(with_values(recipe, undivided), processes)
-    job, why_not = _job(recipe, machine, processes)
+    job, expected, why_not = _job(recipe, machine, processes, memory, log, measures=not assumed)
     runner = TrialRunner(
         recipe=recipe, processes=processes, share=share, memory=memory, device_type=machine.device, log=log
     )
-    expected = job.plan.device_memory_bytes if job is not None and memory is None else memory
-    # Start at a quarter of the expected size, since trials that do not fit take longest.
-    start = 1 if job is None or expected is None else max(1, min(job.largest(expected, roughly=True), share) // 4)
+    # Start at a quarter of the expected size, since trials that do not fit take longest; or with all if far more fit.
+    start = 1 if expected is None else share if expected >= 2 * share else max(1, min(expected, share) // 4)
     low, high = search(runner.fits, start=start, most=share)
     if low == 0:
         raise TrainingError(
@@ -361,6 +378,8 @@ def find_batch(options: FindBatch, log: Log) -> FoundBatch:
         micro_size=micro,
         accumulation_steps=recipe.batch.global_size // (micro * processes),
         memory=memory,
+        share=share,
+        expected=expected,
         estimated=estimated,
         why_not=why_not,
         applied=options.apply,
@@ -398,14 +417,27 @@ def proposed(fits: Callable[[int], bool], *, most: int, share: int) -> int:
     return next((each for each in range(most, 0, -1) if share % each == 0 and fits(each)), 0)
 
 
-def _job(recipe: Recipe, machine: MachineFacts, processes: int) -> tuple[SimulatedRun | None, str]:
-    """Return the memory estimator of the run, or why there is none."""
+def _job(
+    recipe: Recipe, machine: MachineFacts, processes: int, memory: int | None, log: Log, *, measures: bool
+) -> tuple[SimulatedRun | None, int | None, str]:
+    """Return the memory estimator of the run with the largest size by `paceline estimate`, or why there is none."""
+    log("running steps and an evaluation on fake tensors")
     try:
         with predicted(recipe, machine, processes) as job:
-            is_known = job.steps.is_linear or job.steps.is_scaled
+            if not (job.steps.is_linear or job.steps.is_scaled):
+                return None, None, "its steps differ in more than size"
+            outside, room = job.outside, job.plan.device_memory_bytes if memory is None else memory
+            if machine.device == "cpu" and measures:
+                measured, _ = measure_run(recipe, processes, log)
+                job.measured(None if measured is None else measured.each)
+            log("looking for the largest micro-batch")
+            largest = None if room is None else largest_confirmed(job, room)[0]
+            # Trials are measured without pages of files.
+            job.outside = outside
+            job.forget()
+            return job, largest, ""
     except ModelError as error:
-        return None, str(error)
-    return (job, "") if is_known else (None, "its steps differ in more than size")
+        return None, None, str(error)
 
 
 def _available(processes: int) -> int | None:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from paceline.errors import TrainingError
 from paceline.recipe.load import load_recipe
 from paceline.telemetry.clock import peak_private_of, peak_resident_of, private_bytes
 from paceline_advisor.commands import FindBatch
+from paceline_advisor.memory.estimate import estimate_memory
 from paceline_advisor.memory.find_batch import SizeTrial, TrialRunner, find_batch, shortened
 from paceline_advisor.memory.variants import outside
 
@@ -114,7 +116,36 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert process.returncode != 0
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("paceline-*")) == []  # torch leaves an empty folder for compiled kernels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "digits",
+        pytest.param("shapes-segmentation", marks=pytest.mark.thorough),
+        pytest.param("gpt-small-docs", marks=pytest.mark.thorough),
+    ],
+)
+def test_the_search_starts_from_the_estimate_and_says_why_it_found_less(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ("model.options={width: 8, stages: 1, depth: 1}",) if name == "digits" else ()
+    monkeypatch.setattr(
+        "paceline_advisor.memory.estimate.forecast_apart",
+        lambda *_: {"expected_memory_bytes": 700 * MIB, "expected_total_memory_bytes": 700 * MIB},
+    )
+    trials = partial(SizeTrial, fits=True, peak=300 * MIB, why="", seconds=0.0)
+    monkeypatch.setattr(TrialRunner, "_tried", lambda _, size, *__: trials(micro_batch=size))
+    told = estimate_memory(load_recipe(name, small), "cpu", measures=True)
+    found = find_batch(FindBatch(recipe=name, overrides=small, processes=1, memory=told.memory), lambda _: None)
+    assert found.expected == told.largest
+    assert [each.micro_batch for each in found.trials] == [found.share]
+    lines = found.__paceline__().blocks[0]
+    assert lines["by estimate"] == (
+        f"{told.largest:,} samples fit; a process has {found.share} samples of a step, and no more were tried"
+    )
 
 
 def test_the_peak_of_a_process_is_read() -> None:

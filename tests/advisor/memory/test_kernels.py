@@ -47,7 +47,6 @@ def calls() -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     yield torch.ops.aten.upsample_bilinear2d_backward.default, (part, [64, 64], [8, 16, 32, 32], False)
 
 
-@pytest.mark.usefixtures("wide_vectors")
 def test_kernels_take_what_is_expected() -> None:
     known = list(calls())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:

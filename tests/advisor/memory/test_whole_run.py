@@ -55,7 +55,6 @@ def own_network(monkeypatch: pytest.MonkeyPatch) -> Any:
     return define
 
 
-@pytest.mark.usefixtures("wide_vectors")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_first_step_later_ones_and_evaluation_are_what_torch_allocates(precision: str) -> None:
     """A batch of 300 is scored beside one of 32 that is trained on: evaluation is the highest point here."""
@@ -255,17 +254,6 @@ def test_the_allocator_s_variable_is_followed(monkeypatch: pytest.MonkeyPatch) -
     found = requested()
     assert found.allocator.max_split == 20 * MIB
     assert any("backend:cudaMallocAsync is another allocator" in each for each in found.notices)
-
-
-def test_kernels_that_nobody_has_watched_are_named(monkeypatch: pytest.MonkeyPatch, own_network: Any) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512_BF16")
-    assert requested("cpu").notices == ()
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    (message,) = requested("cpu").notices
-    assert message.startswith("the internal memory of convolutions was measured only on processors with AVX-512")
-    assert requested("h100").notices == ()
-    own_network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
-    assert requested("cpu", **_dunder(NETWORK)).notices == ()
 
 
 def test_what_does_not_fit_is_never_said_to_leave_room() -> None:

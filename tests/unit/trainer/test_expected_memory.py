@@ -72,11 +72,11 @@ def test_a_fork_shares_what_it_does_not_write() -> None:
 def test_more_processes_than_cores_are_not_started() -> None:
     count = available_cores() + 1
     with pytest.raises(TrainingError, match=f"the run has {count} processes, and this machine has {count - 1} cores"):
-        forecast_apart(load_recipe("digits").recipe, count)
+        forecast_apart(load_recipe("digits").recipe, count, print)
 
 
 @pytest.mark.slow
 def test_a_mistake_in_the_run_is_the_reason() -> None:
     recipe = load_recipe("image_folder", {"data.path": "/nowhere"}).recipe
     with pytest.raises(TrainingError, match="/nowhere"):
-        forecast_apart(recipe, 1)
+        forecast_apart(recipe, 1, print)
