@@ -10,6 +10,7 @@ folds, as the command does. Counted are moved labels that are named, and named o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import tarfile
 import tempfile
@@ -105,7 +106,7 @@ def topics(root: Path, draws: np.random.Generator, _: argparse.Namespace) -> tup
         for at in range(len(labels))
     ]
     given = moved_labels([label for _, label in rows], draws)
-    root.mkdir()
+    root.mkdir(exist_ok=True)
     path = root / "topics.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -141,13 +142,18 @@ SETS: dict[str, Callable[..., tuple[set[str], list[str]]]] = {
 
 def measure(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Train, check, and count."""
-    with tempfile.TemporaryDirectory(prefix="labels-") as scratch:
-        moved, (recipe, *overrides) = SETS[name](Path(scratch) / "data", np.random.default_rng(seed), options)
-        run = Path(scratch) / "run"
+    with contextlib.ExitStack() as stack:
+        if options.keep is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="labels-")))
+        else:
+            folder = options.keep.resolve() / f"{name}-{seed}"
+            folder.mkdir(parents=True, exist_ok=True)
+        moved, (recipe, *overrides) = SETS[name](folder / "data", np.random.default_rng(seed), options)
+        run = folder / "run"
         result = paceline.train(
             recipe, overrides=[*overrides, "telemetry.trackers=[]", "telemetry.report=false"], run_dir=run, quiet=True
         )
-        found = paceline.check_data(str(run), folds=FOLDS).labels
+        found = paceline.check_data(str(run), folds=FOLDS, output=folder / "check").labels
     checked = sum(found["checked"].values())
     named = [each["sample"] for each in found["entries"]]
     right = [each for each in named if is_moved(each, moved)]
@@ -176,6 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--photos", type=Path)
     parser.add_argument("--photo-count", type=int, default=5000)
+    parser.add_argument("--keep", type=Path, help="keep the data and runs here, so that the same command resumes")
     options = parser.parse_args(arguments)
     names = options.sets.split(",")
     figures, lines = {}, []
