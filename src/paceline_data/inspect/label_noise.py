@@ -5,7 +5,7 @@ corrects the predictions forward: Patrini et al., "Making Deep Neural Networks R
 temperature calibrates the predictions (Guo et al., "On Calibration of Modern Neural Networks", ICML 2017). Both are
 fitted by maximum likelihood. Where all samples are equally easy, flat predictions explain wrong labels as well as a
 rate does; so the sharpest predictions in the interval of 95 % are taken. Bayes' rule then gives the probability that a
-label is wrong. As in Northcutt et al., "Confident Learning" (JAIR 2021), no network may have learned a label that it
+label is wrong, and how many of the wrong ones that finds. As in Northcutt et al., "Confident Learning" (JAIR 2021), no network may have learned a label that it
 judges.
 """
 
@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 Labels = NDArray[np.int64]
 
+LEAST_PROBABILITY = 0.8  # of a label that is called wrong: the fit prefers sharp predictions
 _MOST_FITTED = 20_000  # evenly spread
 _SHARPNESS = np.exp(np.linspace(-3, 3, 49))  # 1 / temperature
 _INTERVAL = 1.92  # drop of the log-likelihood: half of chi-squared's 95 % quantile for one parameter
+_LEAST_RATE = 0.01  # for which it is told what would be found
 _RATES = np.concatenate([[0.0, 0.001, 0.002, 0.005], np.arange(1, 61) / 100])
 
 
@@ -34,12 +36,14 @@ class LabelNoise:
         wrong: Probability that each label is wrong, [samples].
         likely: The most probable other class of each sample, [samples].
         probability: Calibrated probability of that class, [samples].
+        findable: Share of the labels that would be called wrong if they were, as the model expects.
     """
 
     rate: float
     wrong: Numbers
     likely: Labels
     probability: Numbers
+    findable: float
 
 
 def estimate_noise(scores: NDArray[np.float32], labels: Labels) -> LabelNoise:
@@ -60,17 +64,24 @@ def estimate_noise(scores: NDArray[np.float32], labels: Labels) -> LabelNoise:
     at = int(np.flatnonzero(best >= best.max() - _INTERVAL).max())
     rate = float(_RATES[np.argmax(likelihoods[at])])
     probabilities = _probabilities(scores, _SHARPNESS[at])
-    given = probabilities[rows, labels]
-    as_wrong = rate * (1 - given) / (classes - 1)
+    moved = (1 - probabilities) / (classes - 1)  # probability of each class as the wrong label
+    is_called_wrong = _wrong(probabilities, max(rate, _LEAST_RATE)) >= LEAST_PROBABILITY
     others = probabilities.copy()
     others[rows, labels] = -1
     likely = others.argmax(axis=1)
     return LabelNoise(
         rate=rate,
-        wrong=as_wrong / np.maximum(as_wrong + (1 - rate) * given, 1e-300),
+        wrong=_wrong(probabilities, rate)[rows, labels],
         likely=likely,
         probability=probabilities[rows, likely],
+        findable=float((moved * is_called_wrong).sum(axis=1).mean()),
     )
+
+
+def _wrong(probabilities: Numbers, rate: float) -> Numbers:
+    """Return the probability that each class is wrong if it is the label, [samples, classes]."""
+    as_wrong = rate * (1 - probabilities) / (probabilities.shape[1] - 1)
+    return np.asarray(as_wrong / np.maximum(as_wrong + (1 - rate) * probabilities, 1e-300))
 
 
 def _probabilities(scores: NDArray[np.float32], sharpness: float) -> Numbers:
