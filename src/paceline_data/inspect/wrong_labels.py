@@ -39,7 +39,7 @@ from paceline_data.inspect.label_noise import LEAST_PROBABILITY, LabelNoise, est
 
 Split = Literal["train", "validation"]
 
-_LEAST_FINDABLE = 0.2  # share of wrong labels: predictions that find fewer name mostly right ones
+_LEAST_FINDABLE = 0.05  # share of wrong labels
 _MOST_PICTURES = 200
 _PICTURES_AT_ONCE = 50
 _FEWEST = 20  # predicted samples: fewer tell nothing about the share of wrong labels

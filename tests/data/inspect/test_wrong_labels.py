@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ def test_the_share_that_is_found_is_told(moved: float, noise: float) -> None:
     found = estimate_noise(scores.astype(np.float32), labels)
     assert found.findable == pytest.approx((found.wrong[is_moved] >= 0.8).mean(), abs=0.12)
     assert (found.findable > 0.9) == (noise < 1)
-    assert (found.findable < 0.2) == (noise > 2)
+    assert (found.findable < 0.4) == (noise > 2)
 
 
 def test_folds_hold_all_copies_of_a_sample_and_each_class_alike() -> None:
@@ -99,7 +98,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
         stripes = number % 3
         pixels = draws.integers(0, 60, (16, 16), dtype=np.uint8)
         pixels[(np.s_[::2], np.s_[:, ::2], np.s_[:0])[stripes]] += 180
-        is_moved = number % 17 == 3
+        is_moved = number % 19 == 5
         path = root / CLASSES[(stripes + is_moved) % 3] / f"{number:03}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path)
@@ -107,11 +106,11 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
     return root, moved
 
 
-def trained(run: Path, data: dict[str, Any], duration: str = "80 steps") -> Path:
+def trained(run: Path, data: dict[str, Any]) -> Path:
     """A short run."""
     tree = photo_recipe(
         {**data, "augment": {"crop": "none", "flip": 0.0}},
-        train={"duration": duration, "precision": "fp32"},
+        train={"duration": "80 steps", "precision": "fp32"},
         optimizer={"lr": 0.1},
         batch={"global_size": 16},
         telemetry={"trackers": [], "report": False},
@@ -163,7 +162,7 @@ def test_moved_pictures_are_found_in_folds_and_shown(run: Path, photos: tuple[Pa
 
 def test_without_folds_training_samples_are_not_checked(run: Path) -> None:
     found = find_wrong_labels(run)
-    assert set(found.checked) == {"validation"}
+    assert set(found.checked) == {"validation"}, found.not_checked
     assert found.not_checked == "training samples are checked with --folds 5"
     assert {each.split for each in found.found} <= {"validation"}
 
@@ -225,10 +224,12 @@ def test_data_that_changed_are_not_judged(run: Path, photos: tuple[Path, set[str
     assert find_wrong_labels(run, [f"data.path={copy}"]).not_checked.startswith("the data have changed since the run")
 
 
-def test_a_network_that_knows_little_judges_nothing(photos: tuple[Path, set[str]], tmp_path: Path) -> None:
-    found = find_wrong_labels(trained(tmp_path / "run", {"path": str(photos[0])}, "1 steps"))
-    assert (found.found, found.checked) == ((), {})
-    assert re.match(r"the network predicts \d+ % of the validation labels, too few to judge them", found.not_checked)
+@pytest.mark.parametrize("classes", [2, 3, 10])
+@pytest.mark.parametrize("count", [40, 400])
+def test_predictions_by_chance_judge_nothing(classes: int, count: int) -> None:
+    draws = np.random.default_rng(0)
+    scores = draws.normal(0, 1, (count, classes)).astype(np.float32)
+    assert estimate_noise(scores, draws.integers(0, classes, count)).findable < 0.05
 
 
 def test_options_that_do_nothing_with_a_run_are_refused(run: Path, text_run: Path) -> None:
