@@ -45,8 +45,8 @@ class CheckData:
     advice. KEY=VALUE changes the data section, for example data.validation_fraction=0.1.
 
     With a run, labels of its held-out images or texts that its network contradicts are listed too, the most likely
-    wrong ones first, unless it predicts too few to judge them. --folds 5 also checks its training samples: it trains the recipe five times, each time without a
-    fifth of them.
+    wrong ones first, unless it predicts too few to judge them. --folds 5 also checks its training samples: it trains
+    the recipe five times, each time without a fifth of them.
 
     Nothing in SOURCE is changed, unless --quarantine moves what breaks a run, and held-out copies of training images
     (without val/ and test/: all copies but one), out of it. Of a file and a link to it, the link is moved; what lies
@@ -133,7 +133,6 @@ class CheckData:
             ok=passed or "",
         )
         return Document(document=document | ({} if labels is None else {"labels": labels.to_json()}), shown=shown)
-
 
     def _refuse_unused(self, of_images: bool) -> None:
         """Refuse options that do nothing with a run."""

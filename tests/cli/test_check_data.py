@@ -119,9 +119,12 @@ def test_a_run_s_labels_are_checked_too(paceline_here: Call, photos: Path, tmp_p
     labels = done.document["labels"]
     assert set(labels) == {"run", "folds", "checked", "agreement", "findable", "not_checked", "entries"}
     assert labels["checked"] == {}  # after two steps
-    assert labels["not_checked"].endswith("training samples are checked with --folds 5")
+    assert labels["not_checked"].startswith("training samples are checked with --folds 5; the network predicts 50 %")
     assert json.loads((tmp_path / "out" / "check-data.json").read_text()) == done.document
-    assert "labels    not checked: the network predicts " in paceline_here("check-data", "run").ended(0).out
+    assert (
+        "% of the validation labels, too few to judge them: it would find about "
+        in paceline_here("check-data", "run").ended(0).out
+    )
     paceline_here("check-data", "photos", "--folds", "3").refused("is not a run directory; train first")
 
 

@@ -3,11 +3,11 @@
 The model: a label is right with probability 1 - rate, and otherwise any other class (symmetric noise, whose matrix
 corrects the predictions forward: Patrini et al., "Making Deep Neural Networks Robust to Label Noise", CVPR 2017). A
 temperature calibrates the predictions (Guo et al., "On Calibration of Modern Neural Networks", ICML 2017). Both are
-fitted by maximum likelihood, as if a few more labels were known to be right: to predictions by chance, many wrong labels
-would be as likely as flat predictions. Where all samples are equally easy, flat predictions explain wrong labels as well as a
-rate does; so the sharpest predictions in the interval of 95 % are taken. Bayes' rule then gives the probability that a
-label is wrong, and how many of the wrong ones that finds. As in Northcutt et al., "Confident Learning" (JAIR 2021), no network may have learned a label that it
-judges.
+fitted by maximum likelihood, as if a few more labels were known to be right: to predictions by chance, many wrong
+labels would be as likely as flat predictions. Where all samples are equally easy, flat predictions explain wrong labels
+as well as a rate does; so the sharpest predictions in the interval of 95 % are taken. Bayes' rule then gives the
+probability that a label is wrong, and how many of the wrong ones that finds. As in Northcutt et al., "Confident
+Learning" (JAIR 2021), no network may have learned a label that it judges.
 """
 
 from __future__ import annotations

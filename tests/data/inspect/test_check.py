@@ -440,7 +440,9 @@ def test_a_shared_frame_or_layout_is_no_leak_but_small_copies_are(
     for path in sorted(clean.rglob("*.jpg")):
         change(Image.open(path)).save(path, quality=92)
     assert "near_leak" not in named(check(clean))
-    copies = {clean / "val" / path.parent.name / f"again-{path.name}": path for path in (clean / "train").rglob("*.jpg")}
+    copies = {
+        clean / "val" / path.parent.name / f"again-{path.name}": path for path in (clean / "train").rglob("*.jpg")
+    }
     for copy, path in copies.items():
         with Image.open(path) as image:
             image.resize((40 * image.width // image.height, 40)).save(copy, quality=80)
