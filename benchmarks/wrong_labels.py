@@ -10,6 +10,7 @@ folds, as the command does. Counted are moved labels that are named, and named o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import tarfile
 import tempfile
@@ -105,7 +106,7 @@ def topics(root: Path, draws: np.random.Generator, _: argparse.Namespace) -> tup
         for at in range(len(labels))
     ]
     given = moved_labels([label for _, label in rows], draws)
-    root.mkdir()
+    root.mkdir(exist_ok=True)
     path = root / "topics.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -141,26 +142,33 @@ SETS: dict[str, Callable[..., tuple[set[str], list[str]]]] = {
 
 def measure(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Train, check, and count."""
-    with tempfile.TemporaryDirectory(prefix="labels-") as scratch:
-        moved, (recipe, *overrides) = SETS[name](Path(scratch) / "data", np.random.default_rng(seed), options)
-        run = Path(scratch) / "run"
+    with contextlib.ExitStack() as stack:
+        if options.keep is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="labels-")))
+        else:
+            folder = options.keep.resolve() / f"{name}-{seed}"
+            folder.mkdir(parents=True, exist_ok=True)
+        moved, (recipe, *overrides) = SETS[name](folder / "data", np.random.default_rng(seed), options)
+        run = folder / "run"
         result = paceline.train(
             recipe, overrides=[*overrides, "telemetry.trackers=[]", "telemetry.report=false"], run_dir=run, quiet=True
         )
-        found = paceline.check_data(str(run), folds=FOLDS).labels
-    checked = sum(found["checked"].values())
+        samples = sum(build_task(load_recipe(run).recipe).split_sizes() or ())
+        found = paceline.check_data(str(run), folds=FOLDS, output=folder / "check").labels
     named = [each["sample"] for each in found["entries"]]
     right = [each for each in named if is_moved(each, moved)]
     return {
         "seed": seed,
-        "samples": checked,
+        "samples": samples,
         "accuracy": result.summary.metrics["top1_accuracy"],
         "moved": len(moved),
         "named": len(named),
         "found": len(right),
         "false": len(named) - len(right),
-        "clean": checked - len(moved),
+        "clean": samples - len(moved),
         "agreement": found["agreement"],
+        "findable": found["findable"],
+        "not_checked": found["not_checked"],
     }
 
 
@@ -172,15 +180,15 @@ def is_moved(sample: str, moved: set[str]) -> bool:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the result files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sets", default="digits,topics,shapes")
+    parser.add_argument("--sets", default="digits,topics,shapes", help="each may have its number of seeds: topics:2")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--photos", type=Path)
     parser.add_argument("--photo-count", type=int, default=5000)
+    parser.add_argument("--keep", type=Path, help="keep the data and runs here, so that the same command resumes")
     options = parser.parse_args(arguments)
-    names = options.sets.split(",")
     figures, lines = {}, []
-    for name in names:
-        each = [measure(name, seed, options) for seed in range(options.seeds)]
+    for name, _, seeds in (entry.partition(":") for entry in options.sets.split(",")):
+        each = [measure(name, seed, options) for seed in range(int(seeds or options.seeds))]
         total = {key: sum(run[key] for run in each) for key in ("moved", "named", "found", "false", "clean")}
         figures[name] = {
             "runs": each,
@@ -193,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines.append(
             f"{name}: {figures[name]['found_percent']:.1f} % of the moved labels found; "
             f"{figures[name]['false_of_named_percent']:.1f} % of the named ones were right, "
-            f"{figures[name]['false_of_clean_percent']:.2f} % of the clean ones ({counted(options.seeds, 'seed')})."
+            f"{figures[name]['false_of_clean_percent']:.2f} % of the clean ones ({counted(len(each), 'seed')})."
         )
         print(write_result("wrong-labels", {"folds": FOLDS, "moved_share": MOVED, "sets": figures}, lines))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge
 
 from paceline.command import Log, Output, Overrides, Shape, command
-from paceline.errors import RecipeError
+from paceline.errors import DataError, RecipeError
 from paceline.pages.page import Block, Gallery, Picture, Table
 from paceline.pages.shown import Document, Result, Shown
 from paceline.parsing.plain_text import one_line
@@ -45,14 +45,15 @@ class CheckData:
     advice. KEY=VALUE changes the data section, for example data.validation_fraction=0.1.
 
     With a run, labels of its held-out images or texts that its network contradicts are listed too, the most likely
-    wrong ones first. --folds 5 also checks its training samples: it trains the recipe five times, each time without a
-    fifth of them.
+    wrong ones first, unless it predicts too few to judge them. --folds 5 also checks its training samples: it trains
+    the recipe five times, each time without a fifth of them.
 
     Nothing in SOURCE is changed, unless --quarantine moves what breaks a run, and held-out copies of training images
     (without val/ and test/: all copies but one), out of it. Of a file and a link to it, the link is moved; what lies
     behind a linked folder is not. Nothing is deleted: sh DIR/undo.sh moves everything back.
 
-    Exit code 1 if anything breaks or spoils a run, 0 if not. Likely wrong labels do not count.
+    Exit code 1 if anything breaks or spoils a run, 0 if not; 2 if nothing can be checked. Likely wrong labels do not
+    count.
 
     Examples:
       paceline check-data photos
@@ -101,7 +102,10 @@ class CheckData:
                 value=self.folds,
             )
         report, labels = None, None
-        if not is_run or has_images(load_recipe(self.source, self.overrides).recipe):
+        of_images = not is_run or has_images(load_recipe(self.source, self.overrides).recipe)
+        if is_run:
+            self._refuse_unused(of_images)
+        if of_images:
             with _progress() as progress:
                 report = check_data(
                     self.source,
@@ -117,6 +121,8 @@ class CheckData:
             labels = find_wrong_labels(
                 path, self.overrides, folds=self.folds, duration=self.duration, output=self.output, log=log
             )
+            if report is None and not labels.is_supported:
+                raise DataError(f"nothing of the run {self.source!r} can be checked: {labels.not_checked}.")
         passed = report is None or report.passed
         document = {"source": self.source, "passed": True} if report is None else report.to_json()
         shown = Shown(
@@ -127,6 +133,25 @@ class CheckData:
             ok=passed or "",
         )
         return Document(document=document | ({} if labels is None else {"labels": labels.to_json()}), shown=shown)
+
+    def _refuse_unused(self, of_images: bool) -> None:
+        """Refuse options that do nothing with a run."""
+        if self.quarantine is not None and of_images:
+            raise RecipeError(
+                f"--quarantine={self.quarantine} moves files, and the labels of a run are checked on the data that it "
+                "learned; name their folder instead of the run.",
+                key="--quarantine",
+                value=self.quarantine,
+            )
+        options = {"--workers": self.workers, "--limit": self.limit, "--quarantine": self.quarantine}
+        unused = {name: value for name, value in options.items() if value is not None and not of_images}
+        for name, value in [*unused.items()][:1]:
+            raise RecipeError(
+                f"no effect: {', '.join(unused)}; the data of {self.source!r} are not images, so only their labels are "
+                f"checked. Leave {'it' if len(unused) == 1 else 'them'} out.",
+                key=name,
+                value=value,
+            )
 
 
 @contextlib.contextmanager
@@ -176,7 +201,12 @@ def _lines(report: DataReport | None, labels: WrongLabels | None) -> Iterator[st
         yield from _moved(report.quarantine, report)
     wrong = [] if labels is None or not labels.found else [counted(len(labels.found), "likely wrong label")]
     if report is None:
-        yield Text.from_markup("[green]passed[/]").append(f": {', '.join(wrong) or 'nothing found'}.")
+        was_checked = labels is not None and labels.checked
+        yield (
+            Text.from_markup("[green]passed[/]").append(f": {', '.join(wrong) or 'nothing found'}.")
+            if was_checked
+            else Text.from_markup("[yellow]nothing was checked.[/]")
+        )
         return
     said = {severity: f"{count:,} {severity}" for severity, count in report.count.items() if count}
     if report.count["notice"] > 1:
@@ -231,7 +261,11 @@ def _of_labels(labels: WrongLabels, root: str | None) -> Iterator[str | Text]:
         if len(labels.found) > _NAMED:
             yield f"        … and {len(labels.found) - _NAMED:,} more (--json names them)"
     for split, count in labels.checked.items():
-        yield f"labels    {count:,} of {split} checked: predictions agree with {100 * labels.agreement[split]:.1f} %"
+        agreement, findable = (100 * each[split] for each in (labels.agreement, labels.findable))
+        yield (
+            f"labels    {count:,} of {split} checked: the network predicts {agreement:.1f} %, and would find about "
+            f"{findable:.0f} % of wrong ones"
+        )
     if labels.not_checked:
         yield one_line(f"labels    not checked: {labels.not_checked}")
 

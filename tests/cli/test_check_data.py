@@ -117,12 +117,13 @@ def test_a_run_s_labels_are_checked_too(paceline_here: Call, photos: Path, tmp_p
     paceline_here("train", *recipe, *short, "data.validation_fraction=0.8", "--run-dir", "run").ended(0)
     done = paceline_here("check-data", "run", "--json", "--output", "out").ended(0)
     labels = done.document["labels"]
-    assert set(labels) == {"run", "folds", "checked", "agreement", "not_checked", "entries"}
-    assert labels["checked"] == {"validation": 22}
-    assert labels["not_checked"] == "training samples are checked with --folds 5"
+    assert set(labels) == {"run", "folds", "checked", "agreement", "findable", "not_checked", "entries"}
+    assert labels["checked"] == {}  # after two steps
+    assert labels["not_checked"].startswith("training samples are checked with --folds 5; the network predicts 50 %")
     assert json.loads((tmp_path / "out" / "check-data.json").read_text()) == done.document
     assert (
-        "labels    22 of validation checked: predictions agree with " in paceline_here("check-data", "run").ended(0).out
+        "% of the validation labels, too few to judge them: it would find about "
+        in paceline_here("check-data", "run").ended(0).out
     )
     paceline_here("check-data", "photos", "--folds", "3").refused("is not a run directory; train first")
 

@@ -11,24 +11,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.image.file_checks import spread
 from paceline.data.image.source import Ids
 from paceline.data.labels import listed_names, similar_names
 from paceline.parsing.plain_text import quoted
 from paceline_data.inspect.gather import MAX_NAMED, CheckedData, Progress, SampleFacts, same_pictures
 from paceline_data.inspect.look import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, SEVERITIES, Kind
 
-Hashes = NDArray[np.uint64]
+Digests = NDArray[np.uint64]
+Parts = NDArray[np.uint8]
+Numbers = NDArray[np.float32]
 
-# Two hashes that differ in at most 5 of 64 bits agree in at least one of 6 bands of bits.
-MOST_BITS = 5
-_BANDS = ((0, 11), (11, 11), (22, 11), (33, 11), (44, 10), (54, 10))
-_MOST_IN_BAND = 4096  # maximum images per band value; a set with more is full of similar images
+_LEAST_ALIKE = 0.9  # correlation of the parts of two images
 _MOST_MATCHES = 8  # of a sample, that are compared with it
-_AT_ONCE = 1 << 20  # pairs in memory
-_SET_BITS = np.array([number.bit_count() for number in range(1 << 16)], dtype=np.uint8)
+_NOISE = 5.0  # out of 255: of the parts of a resized or cropped copy
+_FITTED = 20_000  # images, evenly spread, that tell how parts vary
+_QUERIES, _KNOWN = 1024, 8192  # compared at once
 
 
-def first_of(content: Hashes, present: NDArray[np.bool_], late: NDArray[np.bool_] | None = None) -> Ids:
+def first_of(content: Digests, present: NDArray[np.bool_], late: NDArray[np.bool_] | None = None) -> Ids:
     """Return for each sample the first one with the same content, possibly itself; int64 [N].
 
     Args:
@@ -48,52 +49,60 @@ def first_of(content: Hashes, present: NDArray[np.bool_], late: NDArray[np.bool_
     return first
 
 
-def near_duplicates(hashes: Hashes, split_of: Ids, first: Ids) -> Ids:
+def near_duplicates(parts: Parts, split_of: Ids, first: Ids) -> Ids:
     """Return pairs of a sample and one of the most similar ones in earlier splits, nearest first, int64 [pairs, 2].
 
-    A background that many images share makes their hashes equal, so that a sample's copy is not always the first.
-    Identical files and samples with hash 0 are left out.
+    Similar are images whose parts correlate. What varies little among all images, such as a background or layout that
+    they share, says little, so the nearest ones are those by Mahalanobis distance. Identical files and samples without
+    parts are left out.
     """
-    found = np.empty((0, 3), dtype=np.int64)
-    seen = np.flatnonzero(hashes)
+    seen = np.flatnonzero(parts.any(axis=1))
+    pairs = [np.empty((0, 2), dtype=np.int64)]
+    if len(seen):
+        view = _whitening(parts[seen[spread(len(seen), _FITTED)]])
     for split in np.unique(split_of[seen])[1:]:
-        queries, candidates = seen[split_of[seen] == split], seen[split_of[seen] < split]
-        for first_ids, second_ids in _candidates(hashes, queries, candidates):
-            bits = _unequal_bits(hashes[first_ids], hashes[second_ids])
-            close = (first[first_ids] != first[second_ids]) & (bits <= MOST_BITS)
-            if close.any():
-                found = _nearest(found, np.stack([first_ids[close], bits[close], second_ids[close]], axis=1))
-    return found[:, [0, 2]]
+        queries, known = seen[split_of[seen] == split], seen[split_of[seen] < split]
+        distance, other = _nearest(parts, queries, known, first, view)
+        order = np.lexsort((other, distance))
+        distance, other = (np.take_along_axis(each, order, axis=1) for each in (distance, other))
+        found = np.isfinite(distance)
+        pairs.append(np.stack([np.broadcast_to(queries[:, None], other.shape)[found], other[found]], axis=1))
+    return np.concatenate(pairs)
 
 
-def _candidates(hashes: Hashes, queries: Ids, known_ids: Ids) -> Iterator[tuple[Ids, Ids]]:
-    """Yield pairs that agree in a band, some million at a time."""
-    for shift, width in _BANDS:
-        band = (hashes >> np.uint64(shift)) & np.uint64((1 << width) - 1)
-        order = known_ids[np.argsort(band[known_ids], kind="stable")]
-        begins = np.searchsorted(band[order], band[queries], side="left")
-        counts = np.minimum(np.searchsorted(band[order], band[queries], side="right") - begins, _MOST_IN_BAND)
-        totals = np.cumsum(counts)
-        start = 0
-        while start < len(queries):
-            before = totals[start - 1] if start else 0
-            stop = max(int(np.searchsorted(totals, before + _AT_ONCE, side="right")), start + 1)
-            part = counts[start:stop]
-            within = np.arange(part.sum()) - np.repeat(np.cumsum(part) - part, part)
-            yield np.repeat(queries[start:stop], part), order[np.repeat(begins[start:stop], part) + within]
-            start = stop
+def _whitening(parts: Parts) -> Numbers:
+    """Return the matrix that gives images of unit covariance, apart from the noise of copies, float32 [144, 144]."""
+    variances, directions = np.linalg.eigh(np.atleast_2d(np.cov(_centred(parts).T)))
+    return np.asarray(directions / np.sqrt(variances.clip(0) + _NOISE**2), dtype=np.float32)
 
 
-def _unequal_bits(one: Hashes, two: Hashes) -> Ids:
-    return np.asarray(_SET_BITS[(one ^ two).view(np.uint16).reshape(-1, 4)].sum(axis=1, dtype=np.int64))
+def _centred(parts: Parts) -> Numbers:
+    return np.asarray(parts - parts.mean(axis=1, dtype=np.float32, keepdims=True), dtype=np.float32)
 
 
-def _nearest(found: Ids, more: Ids) -> Ids:
-    """Return the rows (sample, bits, other) of both, a sample's nearest few, sorted."""
-    rows = np.unique(np.concatenate([found, more]), axis=0)
-    begins = np.flatnonzero(np.diff(rows[:, 0], prepend=-1))
-    place = np.arange(len(rows)) - np.repeat(begins, np.diff(begins, append=len(rows)))
-    return rows[place < _MOST_MATCHES]
+def _nearest(parts: Parts, queries: Ids, known: Ids, first: Ids, view: Numbers) -> tuple[Numbers, Ids]:
+    """Return distance (inf where there is none) and id of the known images nearest to each query, [queries, 8]."""
+    distance = np.full((len(queries), _MOST_MATCHES), np.inf, dtype=np.float32)
+    other = np.zeros((len(queries), _MOST_MATCHES), dtype=np.int64)
+    for begin in range(0, len(known), _KNOWN):
+        ids = known[begin : begin + _KNOWN]
+        images = _centred(parts[ids])
+        units, whitened = images / np.linalg.norm(images, axis=1, keepdims=True), images @ view
+        for at in range(0, len(queries), _QUERIES):
+            asked = _centred(parts[queries[at : at + _QUERIES]])
+            alike = asked @ units.T >= _LEAST_ALIKE * np.linalg.norm(asked, axis=1, keepdims=True)
+            rows = np.flatnonzero(alike.any(axis=1))
+            if not len(rows):
+                continue
+            seen = asked[rows] @ view
+            away = (seen**2).sum(axis=1, keepdims=True) + (whitened**2).sum(axis=1) - 2 * seen @ whitened.T
+            away[~alike[rows] | (first[queries[at + rows], None] == first[ids])] = np.inf
+            away = np.concatenate([distance[at + rows], away], axis=1)
+            names = np.concatenate([other[at + rows], np.broadcast_to(ids, (len(rows), len(ids)))], axis=1)
+            best = np.argpartition(away, _MOST_MATCHES - 1, axis=1)[:, :_MOST_MATCHES]
+            distance[at + rows] = np.take_along_axis(away, best, axis=1)
+            other[at + rows] = np.take_along_axis(names, best, axis=1)
+    return distance, other
 
 
 # Bin edges of the histogram of CPU time per decoded image, in milliseconds.
@@ -315,7 +324,7 @@ def _of_copies(gathered: SampleFacts, *, workers: int, progress: Progress) -> It
         ("duplicate", ~elsewhere & ~contradicting),
     ):
         yield from _pairs(gathered, name, np.stack([copies[which], first[copies[which]]], axis=1))
-    pairs = near_duplicates(gathered.rows["hash"], split_of, first)
+    pairs = near_duplicates(gathered.rows["parts"], split_of, first)
     pairs = pairs[same_pictures(gathered, pairs, workers=workers, progress=progress)]
     nearest = np.unique(pairs[:, 0], return_index=True)[1]
     yield from _pairs(gathered, "near_leak", pairs[nearest])

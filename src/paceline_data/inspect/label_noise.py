@@ -3,10 +3,11 @@
 The model: a label is right with probability 1 - rate, and otherwise any other class (symmetric noise, whose matrix
 corrects the predictions forward: Patrini et al., "Making Deep Neural Networks Robust to Label Noise", CVPR 2017). A
 temperature calibrates the predictions (Guo et al., "On Calibration of Modern Neural Networks", ICML 2017). Both are
-fitted by maximum likelihood. Where all samples are equally easy, flat predictions explain wrong labels as well as a
-rate does; so the sharpest predictions in the interval of 95 % are taken. Bayes' rule then gives the probability that a
-label is wrong. As in Northcutt et al., "Confident Learning" (JAIR 2021), no network may have learned a label that it
-judges.
+fitted by maximum likelihood, as if a few more labels were known to be right: to predictions by chance, many wrong
+labels would be as likely as flat predictions. Where all samples are equally easy, flat predictions explain wrong labels
+as well as a rate does; so the sharpest predictions in the interval of 95 % are taken. Bayes' rule then gives the
+probability that a label is wrong, and how many of the wrong ones that finds. As in Northcutt et al., "Confident
+Learning" (JAIR 2021), no network may have learned a label that it judges.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 Labels = NDArray[np.int64]
 
+LEAST_PROBABILITY = 0.8  # of a label that is called wrong: the fit prefers sharp predictions
 _MOST_FITTED = 20_000  # evenly spread
 _SHARPNESS = np.exp(np.linspace(-3, 3, 49))  # 1 / temperature
 _INTERVAL = 1.92  # drop of the log-likelihood: half of chi-squared's 95 % quantile for one parameter
+_KNOWN = 12  # labels that count as right without being seen
+_LEAST_RATE = 0.01  # for which it is told what would be found
 _RATES = np.concatenate([[0.0, 0.001, 0.002, 0.005], np.arange(1, 61) / 100])
 
 
@@ -34,12 +38,14 @@ class LabelNoise:
         wrong: Probability that each label is wrong, [samples].
         likely: The most probable other class of each sample, [samples].
         probability: Calibrated probability of that class, [samples].
+        findable: Share of the labels that would be called wrong if they were, as the model expects.
     """
 
     rate: float
     wrong: Numbers
     likely: Labels
     probability: Numbers
+    findable: float
 
 
 def estimate_noise(scores: NDArray[np.float32], labels: Labels) -> LabelNoise:
@@ -60,17 +66,24 @@ def estimate_noise(scores: NDArray[np.float32], labels: Labels) -> LabelNoise:
     at = int(np.flatnonzero(best >= best.max() - _INTERVAL).max())
     rate = float(_RATES[np.argmax(likelihoods[at])])
     probabilities = _probabilities(scores, _SHARPNESS[at])
-    given = probabilities[rows, labels]
-    as_wrong = rate * (1 - given) / (classes - 1)
+    moved = (1 - probabilities) / (classes - 1)  # probability of each class as the wrong label
+    is_called_wrong = _wrong(probabilities, max(rate, _LEAST_RATE)) >= LEAST_PROBABILITY
     others = probabilities.copy()
     others[rows, labels] = -1
     likely = others.argmax(axis=1)
     return LabelNoise(
         rate=rate,
-        wrong=as_wrong / np.maximum(as_wrong + (1 - rate) * given, 1e-300),
+        wrong=_wrong(probabilities, rate)[rows, labels],
         likely=likely,
         probability=probabilities[rows, likely],
+        findable=float((moved * is_called_wrong).sum(axis=1).mean()),
     )
+
+
+def _wrong(probabilities: Numbers, rate: float) -> Numbers:
+    """Return the probability that each class is wrong if it is the label, [samples, classes]."""
+    as_wrong = rate * (1 - probabilities) / (probabilities.shape[1] - 1)
+    return np.asarray(as_wrong / np.maximum(as_wrong + (1 - rate) * probabilities, 1e-300))
 
 
 def _probabilities(scores: NDArray[np.float32], sharpness: float) -> Numbers:
@@ -82,7 +95,7 @@ def _probabilities(scores: NDArray[np.float32], sharpness: float) -> Numbers:
 def _likelihoods(given: Numbers, classes: int) -> Numbers:
     """Return the log-likelihood of the given labels at each rate of wrong ones, [rates]."""
     likelihood = (1 - _RATES) * given[:, None] + _RATES * (1 - given[:, None]) / (classes - 1)
-    return np.asarray(np.log(np.maximum(likelihood, 1e-300)).sum(axis=0))
+    return np.asarray(np.log(np.maximum(likelihood, 1e-300)).sum(axis=0) + _KNOWN * np.log(1 - _RATES))
 
 
 def folds_of(groups: Labels, labels: Labels, folds: int, uniform: Numbers) -> Labels:

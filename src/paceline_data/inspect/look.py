@@ -302,7 +302,9 @@ def cause(content: Content, reason: str) -> tuple[str, str]:
 
 Pixels = NDArray[np.uint8]
 
-# 72 MB describe a million samples.
+PARTS = 12  # per side
+
+# 208 MB describe a million samples.
 ROW = np.dtype(
     [
         ("height", "i4"),
@@ -311,7 +313,7 @@ ROW = np.dtype(
         ("seconds", "f4"),  # CPU time to decode it
         ("traits", "u4"),
         ("content", "u8", (2,)),  # digest of the file, or of the pixels without a file
-        ("hash", "u8"),  # perceptual hash; 0: too little content
+        ("parts", "u1", (PARTS**2,)),  # mean brightness of parts; 0: too little content
         ("mean", "f4", (3,)),
         ("square", "f4", (3,)),
     ]
@@ -324,7 +326,7 @@ _SAMPLED = 64  # pixels per side for computing mean and standard deviation
 _SMALLEST = 32  # pixels per side; smaller images look alike too easily
 _FLAT_PART = 10  # the last of this number of parts of an image
 _BLACK, _WHITE = 8, 247  # out of 255: plausible for a picture's margin
-_FLAT = 8  # out of 255: between the darkest and the brightest of 72 parts
+_FLAT = 8  # out of 255: between the darkest and the brightest part
 
 
 @dataclass(frozen=True)
@@ -383,7 +385,7 @@ def _measure(image: Pixels, content: Content | None, row: np.void) -> None:
     row["file_bytes"] = image.nbytes if content is None else len(content)
     digest = hashlib.blake2b(image.tobytes() if content is None else content, digest_size=16)
     row["content"] = np.frombuffer(digest.digest(), dtype=np.uint64)
-    row["hash"] = look_hash(image)
+    row["parts"] = look_parts(image)
     sampled = _thinned(image).transpose(2, 0, 1).reshape(channels, -1) / np.float32(255)
     row["mean"][:channels] = sampled.mean(axis=1)
     row["square"][:channels] = np.square(sampled).mean(axis=1)
@@ -394,18 +396,15 @@ def _thinned(image: Pixels) -> Pixels:
     return image[:: -(-height // _SAMPLED), :: -(-width // _SAMPLED)]
 
 
-def look_hash(image: Pixels) -> int:
-    """Return a 64-bit difference hash, nearly invariant to resizing and re-encoding.
+def look_parts(image: Pixels) -> Pixels:
+    """Return the mean brightness of 12 x 12 parts, by which similar images are found, uint8 [144].
 
-    Each bit tells whether one of 8x8 parts is brighter than its right neighbour (Krawetz, "Kind of Like That", 2013). 0
-    for images with too little content: small ones and those of a single shade.
+    Zeros for images with too little content: small ones and those of a single shade.
     """
     if min(image.shape[:2]) < _SMALLEST:
-        return 0
-    parts = grey_parts(image, 9, 8).astype(np.int16)
-    if parts.max() - parts.min() < _FLAT:
-        return 0
-    return int.from_bytes(np.packbits(parts[:, 1:] > parts[:, :-1]).tobytes(), "big")
+        return np.zeros(PARTS**2, dtype=np.uint8)
+    parts = grey_parts(image, PARTS, PARTS).reshape(-1)
+    return parts if int(parts.max()) - int(parts.min()) >= _FLAT else np.zeros_like(parts)
 
 
 def grey_parts(image: Pixels, width: int, height: int) -> Pixels:

@@ -31,15 +31,15 @@ from paceline.models.precision import Precision
 from paceline.plan import compute
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
-from paceline.tasks.task import Task, build_task, task_name
+from paceline.tasks.task import Task, build_task
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.evaluate_target import EvaluationRequest, open_saved, trained_network
 from paceline.training import train
-from paceline_data.inspect.label_noise import LabelNoise, estimate_noise, folds_of
+from paceline_data.inspect.label_noise import LEAST_PROBABILITY, LabelNoise, estimate_noise, folds_of
 
 Split = Literal["train", "validation"]
 
-_LEAST_PROBABILITY = 0.8  # of being wrong: the fit prefers sharp predictions
+_LEAST_FINDABLE = 0.05  # share of wrong labels
 _MOST_PICTURES = 200
 _PICTURES_AT_ONCE = 50
 _FEWEST = 20  # predicted samples: fewer tell nothing about the share of wrong labels
@@ -82,8 +82,10 @@ class WrongLabels:
         found: Labels that are wrong with a probability of at least 80 %, the most probable first.
         checked: Samples that were predicted, by split.
         agreement: Share of these labels that the predictions agree with, by split.
+        findable: Estimated share of wrong labels that such predictions find, by split.
         folds: Number of folds; None without.
         not_checked: Why labels, or those of a split, were not checked.
+        is_supported: Whether the task has labels that can be checked.
         pictures: Data URLs of the first ones found, as the network sees them, by split and id.
     """
 
@@ -91,8 +93,10 @@ class WrongLabels:
     found: tuple[WrongLabel, ...] = ()
     checked: dict[Split, int]
     agreement: dict[Split, float]
+    findable: dict[Split, float]
     folds: int | None = None
     not_checked: str = ""
+    is_supported: bool = True
     pictures: dict[tuple[Split, int], str]
 
     def to_json(self) -> dict[str, Any]:
@@ -102,6 +106,7 @@ class WrongLabels:
             "folds": self.folds,
             "checked": self.checked,
             "agreement": self.agreement,
+            "findable": self.findable,
             "not_checked": self.not_checked,
             "entries": list(map(asdict, self.found)),
         }
@@ -140,15 +145,15 @@ def find_wrong_labels(
         PacelineError: If the run cannot be used, or a fold cannot be trained.
     """
     request = EvaluationRequest(target=run, overrides=tuple(overrides))
-    result = WrongLabels(run=str(run), checked={}, agreement={}, pictures={})
+    result = WrongLabels(run=str(run), checked={}, agreement={}, findable={}, pictures={})
     try:
         saved, subject = open_saved(request, World())
     except CheckpointError as error:  # the images can be checked all the same
         return replace(result, not_checked=str(error).rstrip("."))
     task = build_task(subject.recipe)
     if (sizes := _sizes(task)) is None:
-        what = f"the task {task_name(task)} has not one class for each image or text"
-        return replace(result, not_checked=f"{what}, which is all that wrong labels are looked for in")
+        what = f"each image or text needs one class, and task={subject.recipe.task} learns something else"
+        return replace(result, is_supported=False, not_checked=what)
     if task.data_digest(World()) != saved.description("data").get("digest"):
         why = "the data have changed since the run, which may have learned what is held out now; train again"
         return replace(result, not_checked=why)
@@ -164,13 +169,21 @@ def find_wrong_labels(
             folder = stack.enter_context(TemporaryDirectory(prefix="paceline-")) if output is None else output / "folds"
             parts["train"] = _predict_in_folds(run, overrides, folds, duration, Path(folder), log)
     noise: dict[Split, LabelNoise] = {}
+    agreement: dict[Split, float] = {}
     for split, part in parts.items():
         if len(part.ids) < _FEWEST:
             unseen.append(f"{len(part.ids)} {split} samples are too few to judge")
         elif not np.isfinite(part.scores).all():
             unseen.append(f"the network's answers to {split} samples are not finite")
         else:
-            noise[split] = estimate_noise(part.scores, part.labels)
+            known, agreed = estimate_noise(part.scores, part.labels), (part.scores.argmax(axis=1) == part.labels).mean()
+            if known.findable >= _LEAST_FINDABLE:
+                noise[split], agreement[split] = known, float(agreed)
+            else:
+                unseen.append(
+                    f"the network predicts {100 * agreed:.0f} % of the {split} labels, too few to judge them: it would "
+                    f"find about {100 * known.findable:.0f} % of wrong ones"
+                )
     width = max((each.scores.shape[1] for each in parts.values()), default=0)
     names = task.description().get("class_names") or [str(number) for number in range(width)]
     found = sorted(
@@ -181,7 +194,8 @@ def find_wrong_labels(
         result,
         found=tuple(found),
         checked={split: len(parts[split].ids) for split in noise},
-        agreement={split: float((parts[split].scores.argmax(axis=1) == parts[split].labels).mean()) for split in noise},
+        agreement=agreement,
+        findable={split: each.findable for split, each in noise.items()},
         folds=folds,
         not_checked="; ".join(unseen),
         pictures=_pictures(subject.recipe, found[:_MOST_PICTURES]),
@@ -196,7 +210,7 @@ def _sizes(task: Task) -> tuple[int, int] | None:
 
 
 def _named(split: Split, part: _Predicted, noise: LabelNoise, names: Sequence[str]) -> Iterator[WrongLabel]:
-    for at in np.flatnonzero(noise.wrong >= _LEAST_PROBABILITY).tolist():
+    for at in np.flatnonzero(noise.wrong >= LEAST_PROBABILITY).tolist():
         yield WrongLabel(
             id=int(part.ids[at]),
             split=split,

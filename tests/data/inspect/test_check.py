@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from paceline.data.image.dataset import ImageDataset
 from paceline.data.image.decode import NEEDS_HEIF
@@ -396,3 +396,55 @@ def test_pictures_on_one_backdrop_are_no_leaks_but_their_copies_are(clean: Path)
     (finding,) = check(clean).findings
     assert finding.kind.name == "near_leak"
     assert [(each.name, each.other) for each in finding.entries] == [(str(copy), str(clean / "train/dog/07.jpg"))]
+
+
+def framed(shown: Image.Image) -> Image.Image:
+    """The picture in a wide frame of coloured squares."""
+    frame = np.random.default_rng(0).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    page = Image.fromarray(frame).resize((96, 80), Image.Resampling.NEAREST)
+    page.paste(shown.resize((48, 40)), (24, 20))
+    return page
+
+
+def on_plain_page(shown: Image.Image) -> Image.Image:
+    """The picture, small on a plain page."""
+    page = Image.new("RGB", (96, 80), (240, 240, 240))
+    page.paste(shown.resize((30, 24)), (33, 28))
+    return page
+
+
+def marked(shown: Image.Image) -> Image.Image:
+    """The picture under a logo."""
+    shown = shown.copy()
+    shown.paste((20, 20, 160), (50, 60, 96, 80))
+    return shown
+
+
+def screen(shown: Image.Image) -> Image.Image:
+    """A window with a menu, and lines of text that the picture determines."""
+    page = Image.new("RGB", (320, 240), "white")
+    draw = ImageDraw.Draw(page)
+    draw.rectangle((0, 0, 320, 24), fill=(40, 60, 120))
+    draw.rectangle((0, 24, 70, 240), fill=(225, 225, 230))
+    letters = np.random.default_rng(np.asarray(shown).reshape(-1)[:500]).choice(list("aeioumnrst   "), (12, 34))
+    for line in range(12):
+        draw.text((6, 32 + 16 * line), f"Item {line}", fill="black")
+        draw.text((80, 32 + 16 * line), "".join(letters[line]), fill="black")
+    return page
+
+
+@pytest.mark.parametrize("change", [framed, on_plain_page, marked, screen])
+def test_a_shared_frame_or_layout_is_no_leak_but_small_copies_are(
+    clean: Path, change: Callable[[Image.Image], Image.Image]
+) -> None:
+    for path in sorted(clean.rglob("*.jpg")):
+        change(Image.open(path)).save(path, quality=92)
+    assert "near_leak" not in named(check(clean))
+    copies = {
+        clean / "val" / path.parent.name / f"again-{path.name}": path for path in (clean / "train").rglob("*.jpg")
+    }
+    for copy, path in copies.items():
+        with Image.open(path) as image:
+            image.resize((40 * image.width // image.height, 40)).save(copy, quality=80)
+    (finding,) = (each for each in check(clean).findings if each.kind.name == "near_leak")
+    assert {Path(each.name): Path(each.other or "") for each in finding.entries} == copies

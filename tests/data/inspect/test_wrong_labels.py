@@ -61,6 +61,20 @@ def test_the_share_of_moved_labels_is_estimated() -> None:
         assert (found.likely[moved] == truth[moved]).mean() > 0.98 if moved.any() else True
 
 
+@pytest.mark.parametrize("moved", [0.02, 0.1])
+@pytest.mark.parametrize("noise", [0.5, 1.5, 4.0])
+def test_the_share_that_is_found_is_told(moved: float, noise: float) -> None:
+    draws = np.random.default_rng(1)
+    truth = draws.integers(0, 4, 4000)
+    scores = 4 * np.eye(4)[truth] + noise * draws.normal(0, 1, (4000, 4))
+    is_moved = draws.random(4000) < moved
+    labels = np.where(is_moved, (truth + draws.integers(1, 4, 4000)) % 4, truth)
+    found = estimate_noise(scores.astype(np.float32), labels)
+    assert found.findable == pytest.approx((found.wrong[is_moved] >= 0.8).mean(), abs=0.12)
+    assert (found.findable > 0.9) == (noise < 1)
+    assert (found.findable < 0.4) == (noise > 2)
+
+
 def test_folds_hold_all_copies_of_a_sample_and_each_class_alike() -> None:
     labels = np.repeat(np.arange(3), (50, 30, 6))
     groups = np.arange(86)
@@ -84,7 +98,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
         stripes = number % 3
         pixels = draws.integers(0, 60, (16, 16), dtype=np.uint8)
         pixels[(np.s_[::2], np.s_[:, ::2], np.s_[:0])[stripes]] += 180
-        is_moved = number % 17 == 3
+        is_moved = number % 19 == 5
         path = root / CLASSES[(stripes + is_moved) % 3] / f"{number:03}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path)
@@ -92,7 +106,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
     return root, moved
 
 
-def trained(run: Path, data: dict[str, Any], **sections: Any) -> Path:
+def trained(run: Path, data: dict[str, Any]) -> Path:
     """A short run."""
     tree = photo_recipe(
         {**data, "augment": {"crop": "none", "flip": 0.0}},
@@ -100,7 +114,6 @@ def trained(run: Path, data: dict[str, Any], **sections: Any) -> Path:
         optimizer={"lr": 0.1},
         batch={"global_size": 16},
         telemetry={"trackers": [], "report": False},
-        **sections,
     )
     paceline.train("image_folder", overrides=flat(tree), run_dir=run, quiet=True)
     return run
@@ -136,6 +149,10 @@ def test_moved_pictures_are_found_in_folds_and_shown(run: Path, photos: tuple[Pa
     )
     shown = result.__paceline__()
     assert shown.ok is True
+    lines_shown = "\n".join(map(str, shown.blocks))
+    for split in ("validation", "train"):
+        assert f"{labels['checked'][split]} of {split} checked: the network predicts" in lines_shown
+        assert labels["findable"][split] > 0.5
     assert len(shown.on_page[0].pictures) == len(named)  # type: ignore[attr-defined]  # a gallery
     assert all(each.data.startswith("data:image/png") for each in shown.on_page[0].pictures)  # type: ignore[attr-defined]  # a gallery
     assert sum("training on" in each for each in lines) == 2
@@ -144,7 +161,7 @@ def test_moved_pictures_are_found_in_folds_and_shown(run: Path, photos: tuple[Pa
 
 def test_without_folds_training_samples_are_not_checked(run: Path) -> None:
     found = find_wrong_labels(run)
-    assert set(found.checked) == {"validation"}
+    assert set(found.checked) == {"validation"}, found.not_checked
     assert found.not_checked == "training samples are checked with --folds 5"
     assert {each.split for each in found.found} <= {"validation"}
 
@@ -160,23 +177,31 @@ def test_a_fold_is_predicted_by_a_network_that_has_not_seen_it(run: Path) -> Non
     assert part.digest != whole.digest
 
 
-def test_rows_of_text_are_found(tmp_path: Path) -> None:
-    rows = reviews(120)
-    moved = {7, 30, 51, 88}
-    for row in moved:
+MOVED_ROWS = {7, 30, 51, 88}
+
+
+@pytest.fixture(scope="module")
+def text_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on lines of text, of which four have the wrong label."""
+    folder, rows = tmp_path_factory.mktemp("lines"), reviews(120)
+    for row in MOVED_ROWS:
         rows[row]["label"] = {"animal": "other", "other": "animal"}[rows[row]["label"]]
-    recipe = tmp_path / "recipe.yaml"
+    recipe = folder / "recipe.yaml"
     recipe.write_text(
         "task: text_classification\nmodel: {name: bert, options: {depth: 1, width: 16, heads: 2}}\n"
-        f"data: {{dataset: text_table, path: {write_lines(tmp_path / 'rows.jsonl', rows)}, text: {{rows: single}}}}\n"
+        f"data: {{dataset: text_table, path: {write_lines(folder / 'rows.jsonl', rows)}, text: {{rows: single}}}}\n"
         "batch: {global_size: 16}\noptimizer: {name: adamw, lr: 0.02}\ntrain: {duration: 60 steps, precision: fp32}\n"
         "parallel: {device: cpu, threads: 1}\ntelemetry: {trackers: [], report: off}\n"
     )
-    paceline.train(recipe, run_dir=tmp_path / "run", quiet=True)
-    found: WrongLabels = find_wrong_labels(tmp_path / "run", folds=2)
+    paceline.train(recipe, run_dir=folder / "run", quiet=True)
+    return folder / "run"
+
+
+def test_rows_of_text_are_found(text_run: Path) -> None:
+    found: WrongLabels = find_wrong_labels(text_run, folds=2)
     named = {each.sample.partition(" of ")[0] for each in found.found}
     assert sum(found.checked.values()) == 120
-    assert len(named & {f"row {each + 1}" for each in moved}) >= 3
+    assert len(named & {f"row {each + 1}" for each in MOVED_ROWS}) >= 3
     assert len(named) <= 12
     assert found.pictures == {}
 
@@ -186,9 +211,7 @@ def test_what_has_several_labels_is_not_looked_at(tmp_path: Path) -> None:
     paceline.train("figures", overrides=overrides, run_dir=tmp_path / "run", quiet=True)
     found = find_wrong_labels(tmp_path / "run", folds=2)
     assert not found.checked
-    assert found.not_checked.endswith(
-        "has not one class for each image or text, which is all that wrong labels are looked for in"
-    )
+    assert found.not_checked == "each image or text needs one class, and task=image_multilabel learns something else"
 
 
 def test_data_that_changed_are_not_judged(run: Path, photos: tuple[Path, set[str]], tmp_path: Path) -> None:
@@ -198,6 +221,21 @@ def test_data_that_changed_are_not_judged(run: Path, photos: tuple[Path, set[str
         for path in sorted((photos[0] / label).iterdir())[1:]:
             (copy / label / path.name).write_bytes(path.read_bytes())
     assert find_wrong_labels(run, [f"data.path={copy}"]).not_checked.startswith("the data have changed since the run")
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10])
+@pytest.mark.parametrize("count", [40, 400])
+def test_predictions_by_chance_judge_nothing(classes: int, count: int) -> None:
+    draws = np.random.default_rng(0)
+    scores = draws.normal(0, 1, (count, classes)).astype(np.float32)
+    assert estimate_noise(scores, draws.integers(0, classes, count)).findable < 0.05
+
+
+def test_options_that_do_nothing_with_a_run_are_refused(run: Path, text_run: Path) -> None:
+    with raises(RecipeError, key="--quarantine", value=Path("aside")):
+        CheckData(source=str(run), quarantine=Path("aside")).run(print)
+    with raises(RecipeError, key="--workers", value=2):
+        CheckData(source=str(text_run), workers=2, limit=5).run(print)
 
 
 def test_folds_need_a_run() -> None:
