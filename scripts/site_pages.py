@@ -38,6 +38,7 @@ _UNSEARCHED = ("index.md", "tour.md", "decisions/", "repository/")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """List every decision at the end of the navigation."""
+    assert config.nav is not None
     decisions = next(entry["Decisions"] for entry in config.nav[-1]["Project"] if "Decisions" in entry)
     decisions.extend(path.relative_to(DOCS).as_posix() for path in sorted((DOCS / "decisions").glob("0*.md")))
     return config

@@ -223,7 +223,7 @@ def lowest_between(rates: Series, losses: Series) -> float:
         return rates[place]
     below, lowest, above = losses[place - 1 : place + 2]
     move = 0.0 if above >= below else 0.5 * (below - above) / (below - 2 * lowest + above)
-    return rates[place] * (rates[place + 1] / rates[place]) ** move
+    return rates[place] * math.pow(rates[place + 1] / rates[place], move)
 
 
 def pooled(curves: Sequence[Series]) -> list[float]:
