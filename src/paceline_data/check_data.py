@@ -102,7 +102,7 @@ class CheckData:
             )
         report, labels = None, None
         if not is_run or has_images(load_recipe(self.source, self.overrides).recipe):
-            with _progress() as progress:
+            with progress_bar() as progress:
                 report = check_data(
                     self.source,
                     self.overrides,
@@ -130,7 +130,7 @@ class CheckData:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
+def progress_bar() -> Iterator[Progress]:
     """Return a progress bar on a terminal; nothing if standard error is a file."""
     if not sys.stderr.isatty():
         yield lambda _task, _done, _total: None
