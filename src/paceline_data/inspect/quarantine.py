@@ -69,8 +69,7 @@ def check_place(root: Path, folder: Path, option: str = "--quarantine") -> None:
     inside, outside = folder.resolve(), root.resolve()
     if inside.is_relative_to(outside) or outside.is_relative_to(inside):
         raise DataError(
-            f"{option} {folder}: it and the data ({root}) must not contain each other; give a folder next to the "
-            "data.",
+            f"{option} {folder}: it and the data ({root}) must not contain each other; give a folder next to the data.",
             path=folder,
         )
     inner = inside

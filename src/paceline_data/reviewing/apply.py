@@ -1,7 +1,7 @@
-"""Apply a plan: move files to their classes, or next to the data. It is one rename a file, after all have been checked.
+"""Apply a plan: move files to their classes, or next to the data, by one rename each, after all have been checked.
 
-The plan and the digests are the journal. Killed in between, the same command recognises what has been moved and moves the
-rest, and the undo script, which is written first, moves everything back. Then the plan gets another name.
+The plan and its digests are the journal. If the process is killed, the same command recognises what has been moved and
+moves the rest; the undo script, which is written first, moves everything back. In the end the plan gets another name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path, PurePath
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.errors import DataError, PacelineError, data_error, did_you_mean
 from paceline.parsing.files import free_name, is_folder, visible_entries
-from paceline.parsing.plain_text import one_line
 from paceline.records.run_directory import file_operation
 from paceline_data.inspect.quarantine import UNDO, check_place, led_to, move_files
 from paceline_data.reviewing.plan import Decision, Plan, content_digest
@@ -81,7 +80,9 @@ def apply_plan(plan: Plan, root: Path, *, version: int | None = None) -> Applied
         if problems:
             more = [f"… and {len(problems) - _NAMED:,} more."] * (len(problems) > _NAMED)
             advice = "Review these files again, or remove their lines from the plan."
-            raise DataError(f"{str(plan.path)!r}: nothing was moved.", *problems[:_NAMED], *more, advice, path=plan.path)
+            raise DataError(
+                f"{str(plan.path)!r}: nothing was moved.", *problems[:_NAMED], *more, advice, path=plan.path
+            )
         move_files(moves, folder, str(plan.path))
         for parent in {path.parent for path in (*done, *(path for path, _ in moves))}:
             with contextlib.suppress(OSError):  # others are in it
@@ -89,9 +90,7 @@ def apply_plan(plan: Plan, root: Path, *, version: int | None = None) -> Applied
         applied = free_name(plan.path.with_name(f"{plan.path.name}.applied"))
         with file_operation("rename", plan.path):
             plan.path.rename(applied)
-    return Applied(
-        moved=tuple((str(a), str(b)) for a, b in moves), earlier=len(done), plan=applied, undo=folder / UNDO
-    )
+    return Applied(moved=tuple((str(a), str(b)) for a, b in moves), earlier=len(done), plan=applied, undo=folder / UNDO)
 
 
 @contextlib.contextmanager
@@ -163,18 +162,12 @@ def _target(decision: Decision, root: Path, layout: _Layout, folder: Path, taken
         DataError: If it has changed, or cannot go there.
     """
     path = layout.place(decision.file)
-    source = root / path
-    if decision.action == "aside":
-        wanted = folder / ASIDE / path
-    else:
-        assert decision.to is not None  # the plan is read so
+    source, wanted = root / path, folder / ASIDE / path
+    if decision.to is not None:
         wanted = root / layout.folder(path.parent.parent, decision.to) / path.name
-    for each in (source, wanted) if wanted.is_relative_to(root) else (source,):
-        links = [root / above for above in each.relative_to(root).parents if above.name and (root / above).is_symlink()]
-        if links:
-            raise data_error(source, f"stays: {str(links[0])!r} is a link, and nothing is moved through one.")
     # A name that is taken gets a part of the digest, so that an interrupted call finds it again.
     candidates = (wanted, wanted.with_name(f"{wanted.stem}-{decision.digest[:12]}{wanted.suffix}"))
+    _check_links(source, wanted, root)
     if not os.path.lexists(source):
         if any(each.is_file() and content_digest(each) == decision.digest for each in candidates):
             return None
@@ -182,12 +175,19 @@ def _target(decision: Decision, root: Path, layout: _Layout, folder: Path, taken
     if content_digest(source) != decision.digest:
         raise data_error(source, "has changed since it was reviewed.")
     if wanted == source:
-        raise data_error(source, f"is in the class {one_line(str(decision.to))} already.")
-    if source.is_symlink() and decision.action == "move":
-        leads_to = wanted.parent / os.readlink(source)
-        if os.path.realpath(leads_to) != os.path.realpath(source):
-            raise data_error(source, "stays: it is a link that would lead to another place from there.")
+        raise data_error(source, "is in that class already.")
     target = next((each for each in candidates if not os.path.lexists(each) and each not in taken), None)
     if target is None:
         raise data_error(source, f"stays: {str(candidates[1])!r} is there already, and nothing is overwritten.")
     return target
+
+
+def _check_links(source: Path, target: Path, root: Path) -> None:
+    """Refuse to move a file through a link, or a link to where it would lead elsewhere; raises DataError."""
+    for each in (source, target) if target.is_relative_to(root) else (source,):
+        for above in each.relative_to(root).parents:
+            if above.name and (root / above).is_symlink():
+                raise data_error(source, f"stays: {str(root / above)!r} is a link, and nothing is moved through one.")
+    is_moved = source.is_symlink() and target.is_relative_to(root)
+    if is_moved and os.path.realpath(target.parent / os.readlink(source)) != os.path.realpath(source):
+        raise data_error(source, "stays: it is a link that would lead to another place from there.")

@@ -118,7 +118,9 @@ const draw = () => {
   }
   const now = item();
   at("why").textContent = `${data.kinds[now.kind]}: ${now.why}`;
+  const had_focus = at("pictures").contains(document.activeElement);
   at("pictures").replaceChildren(...now.files.map(draw_picture));
+  if (had_focus) at("pictures").children[marked].focus();
   const suggestion = suggested();
   at("suggest").hidden = !suggestion;
   if (suggestion) at("suggest").firstChild.textContent = suggestion.to === null ? "As suggested: set aside" : `As suggested: ${data.classes[suggestion.to]}`;

@@ -1,7 +1,7 @@
 """The plan of a review: a file of decisions, one JSON object a line; of a file's decisions, the last one counts.
 
-Several processes may append to one plan: each holds its lock, and reads what the others have appended first. A line is on
-the disk before it counts, so a kill loses at most the decision being written.
+Several processes may append to one plan: each holds its lock, and first reads what the others have appended. A line is
+on the disk before it counts, so a kill loses at most the decision that is being written.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ class Plan:
             if now != before:
                 raise ChangedError(f"{decision.file!r} has been decided by another reviewer: look at it again.")
             with file_operation("write", self.path):
-                file.write(json.dumps({key: value for key, value in asdict(decision).items() if value}).encode() + b"\n")
+                file.write(
+                    json.dumps({key: value for key, value in asdict(decision).items() if value}).encode() + b"\n"
+                )
                 file.flush()
                 os.fsync(file.fileno())
             self._read(file)

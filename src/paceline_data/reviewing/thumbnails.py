@@ -1,4 +1,4 @@
-"""Small pictures of image files, decoded as a run does and encoded anew, so that no byte of a file reaches a browser."""
+"""Small pictures of image files, decoded as in a run and encoded anew: no byte of a file reaches a browser."""
 
 from __future__ import annotations
 
@@ -53,11 +53,10 @@ class Thumbnails:
 
 
 def _small(content: bytes) -> bytes:
-    head = image_header(content)
+    head, factor = image_header(content), 1
     if head is None:
         raise BrokenImageError("", "it cannot be decoded")
     (height, width), _ = head
-    factor = 1
     if content.startswith(b"\xff\xd8"):
         image = LazyImage(content, 3)
         while image.shrinks and factor < 8 and max(height, width) >= 2 * factor * _SIDE:
