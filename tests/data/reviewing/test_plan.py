@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
-import sys
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from paceline.errors import DataError, VersionError
 from paceline_data.reviewing.apply import Applied, apply_plan
 from paceline_data.reviewing.plan import ChangedError, Decision, Plan, content_digest
 
-SOURCES = Path(__file__).parents[3] / "src"
 FILES = ("cat/1.jpg", "cat/2.jpg", "cat/3.jpg", "dog/1.jpg", "dog/2.jpg")
 
 
@@ -159,28 +160,32 @@ def test_a_plan_reaches_no_other_file(file: str, photos: Path, plan: Plan) -> No
 
 def test_a_class_that_does_not_exist_is_named(photos: Path, plan: Plan) -> None:
     decide(plan, photos, "cat/1.jpg", "move", "dogs")
-    with pytest.raises(DataError, match="there is no class 'dogs' to move to. Did you mean 'dog'"):
+    with pytest.raises(DataError, match=r"there is no class 'dogs' to move to\. Did you mean 'dog'"):
         apply_plan(plan, photos)
 
 
 # Kills and other reviewers
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from paceline_data.reviewing.apply import apply_plan
-from paceline_data.reviewing.plan import Plan
-left, rename = [int(sys.argv[3])], os.rename
 
-def counted(source, target):
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left[0] -= 1
-    rename(source, target)
+def in_a_process(work: Callable[..., object], *arguments: object) -> BaseProcess:
+    process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
+    process.start()
+    return process
 
-os.rename = counted
-apply_plan(Plan(Path(sys.argv[1])), Path(sys.argv[2]))
-"""
+
+def apply_killed(plan: Path, photos: Path, moves: int) -> None:
+    """Apply a plan, and kill this process before the move after these."""
+    rename = os.rename
+
+    def counted(source: Path, target: Path) -> None:
+        nonlocal moves
+        if moves == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        moves -= 1
+        rename(source, target)
+
+    os.rename = counted  # type: ignore[assignment]  # the process ends here
+    apply_plan(Plan(plan), photos)
 
 
 @pytest.mark.parametrize("undone", [True, False])
@@ -190,12 +195,9 @@ def test_killed_in_between_it_is_completed_or_undone(moves: int, undone: bool, p
     decide(plan, photos, "cat/1.jpg", "move", "dog")
     decide(plan, photos, "cat/2.jpg", "aside")
     decide(plan, photos, "dog/2.jpg", "move", "cat")
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(plan.path), str(photos), str(moves)],
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
-    )
-    assert done.returncode == -9
+    killed = in_a_process(apply_killed, plan.path, photos, moves)
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
     everywhere = [*contents(photos).values(), *contents(plan.path.parent).values()]
     assert set(before.values()) <= set(everywhere)
     script = plan.path.parent / "undo.sh"
@@ -222,22 +224,17 @@ def test_the_second_reviewer_is_told(photos: Path, plan: Plan) -> None:
     assert plan.changed == ["cat/1.jpg", "cat/1.jpg"]
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from paceline_data.reviewing.plan import Decision, Plan
-plan = Plan(Path(sys.argv[1]))
-for number in range(100):
-    plan.record(Decision(f"cat/{sys.argv[2]}-{number}.jpg", "keep", "0"), None)
-"""
+def write_many(path: Path, name: str) -> None:
+    plan = Plan(path)
+    for number in range(100):
+        plan.record(Decision(f"cat/{name}-{number}.jpg", "keep", "0"), None)
 
 
 def test_decisions_of_two_processes_are_all_there(plan: Plan) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
-    writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(plan.path), name], env=environment) for name in "ab"
-    ]
-    assert [each.wait(60) for each in writers] == [0, 0]
+    writers = [in_a_process(write_many, plan.path, name) for name in "ab"]
+    for each in writers:
+        each.join(60)
+    assert [each.exitcode for each in writers] == [0, 0]
     plan.refresh()
     assert len(plan.decisions) == 200
 

@@ -1,4 +1,4 @@
-"""The page answers its own address alone, shows hostile names as text, and records what was decided about what was seen."""
+"""The page answers its own address alone, shows names as text, and records decisions about what was seen."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ class Client:
     def ask(self, place: str, body: Any = None, *, path: str | None = None, **headers: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         content = None if body is None else body if isinstance(body, bytes) else json.dumps(body)
-        connection.request(
-            "GET" if body is None else "POST", path or self.token + place, body=content, headers=headers
-        )
+        connection.request("GET" if body is None else "POST", path or self.token + place, body=content, headers=headers)
         response = connection.getresponse()
         self.headers = response.headers
         answer = response.status, response.read()
