@@ -223,7 +223,7 @@ def _of_labels(labels: WrongLabels, root: str | None) -> Iterator[str | Text]:
     if labels.found:
         heading = f"[{_COLOURS['notice']}]notice[/]  [bold]{counted(len(labels.found), 'likely wrong label')}[/]"
         yield Text.from_markup(heading).append(
-            ": the network contradicts them; look at them (--output DIR writes a page)"
+            ": the network contradicts them; look at them with `paceline review` (or --output DIR)"
         )
         for each in labels.found[:_NAMED]:
             where = f"{each.split} {each.id}, {_relative(each.sample, root)}"
