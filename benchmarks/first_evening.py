@@ -34,9 +34,9 @@ from hardware import facts, write_result
 PEERS = Path(__file__).parent / "peers"
 
 CONTENDERS = {
-    "Paceline, from weights": ("paceline", True, ()),
+    "Paceline, from weights": ("paceline", True, ("data.sampling=uniform",)),
     "Paceline, from weights, classes drawn equally often": ("paceline", True, ("data.sampling=balanced",)),
-    "Paceline, from scratch": ("paceline", False, ()),
+    "Paceline, from scratch": ("paceline", False, ("data.sampling=uniform",)),
     "fastai, from weights": ("fastai", True, ()),
     "fastai, from scratch": ("fastai", False, ()),
     "Ultralytics, from scratch": ("ultralytics", False, ()),

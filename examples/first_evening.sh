@@ -94,8 +94,8 @@ paceline check-data photos || test $? -eq 1
 echo "2. Move what cannot be used out of the way, and the three images in val/ that are in train/ too."
 paceline check-data photos --quarantine aside
 
-echo "3. Train. The folder is enough; all classes are drawn equally often, and an evening is short."
-paceline train photos/ data.sampling=balanced train.duration="$((25 * largest)) samples" --run-dir run
+echo "3. Train. The folder is enough: it draws all classes equally often by itself. An evening is short."
+paceline train photos/ train.duration="$((25 * largest)) samples" --run-dir run
 
 echo "4. How good is it, class by class?"
 paceline evaluate run --per-class --predictions answers.csv

@@ -36,7 +36,7 @@ def _file_of(module: str) -> Path | None:
 
 def _names(node: ast.AST, package: str) -> Iterator[str]:
     """Yield the names that may be modules, in imports and in strings below a node of a file of a package."""
-    is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    for_types = node if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) else None
     if isinstance(node, ast.Import):
         yield from (each.name for each in node.names)
     elif isinstance(node, ast.ImportFrom) and node.module:
@@ -47,7 +47,7 @@ def _names(node: ast.AST, package: str) -> Iterator[str]:
         )
         yield from NAMED.findall(node.value)
         yield from (f"{package}.{name}" for name in SIBLING.findall(node.value))
-    for child in node.orelse if is_for_types else ast.iter_child_nodes(node):
+    for child in for_types.orelse if for_types else ast.iter_child_nodes(node):
         yield from _names(child, package)
 
 

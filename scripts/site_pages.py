@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import click
+import yaml
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -31,6 +32,7 @@ _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _ROLE = re.compile(r":(?:meth|class|func|attr|data|mod):(<code>)~?")
 _PARTS = ("order.BatchOrder", "checkpoints.Checkpoints", "ledger.Ledger", "scores.ExactMean", "scores.collect")
+_SEARCH_WORDS = yaml.safe_load((ROOT / "scripts" / "search_words.yaml").read_text(encoding="utf-8"))
 _UNSEARCHED = ("index.md", "tour.md", "decisions/", "repository/")
 
 
@@ -64,6 +66,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     name = page.file.src_uri
     if name.startswith(_UNSEARCHED):
         page.meta["search"] = {"exclude": True}
+    elif words := _SEARCH_WORDS.get(name):
+        page.meta["tags"] = [words]
     origin = ROOT / (name.removeprefix("repository/") if "repository/" in name else f"docs/{name}")
     here = posixpath.dirname(name)
 

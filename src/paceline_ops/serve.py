@@ -18,7 +18,7 @@ from paceline.plugins.loading import loading
 
 _MEBIBYTE = 2**20
 _OPEN = (
-    "accepts connections from other machines: anyone who reaches it can send images, unencrypted and without a "
+    "accepts connections from other machines: anyone who reaches it can send requests, unencrypted and without a "
     "password. Put "
     "a proxy with TLS and a login in front of it, or leave out --host."
 )
@@ -30,14 +30,15 @@ class Serve:
     """Serve predictions over HTTP, with a web page.
 
     TARGET is given as for `paceline predict`. POST /predict takes images as multipart/form-data, in fields called
-    images, and answers in JSON. / is a page for sending images, /health and /metrics are for monitoring, and
-    /openapi.json describes the service. SIGTERM and SIGINT (Ctrl-C) stop it after pending requests are answered. Each
-    request logs a line on standard error, without its contents.
+    images, or texts and prompts as JSON, and answers in JSON. / is a page to try the model, /health and /metrics are
+    for monitoring, and /openapi.json describes the service. SIGTERM and SIGINT (Ctrl-C) stop it after pending requests
+    are answered. Each request logs a line on standard error, without its contents.
 
     Examples:
       paceline serve runs/photos
       paceline serve model.onnx --port 9000 --max-batch 64
       curl -F images=@cat.jpg -F images=@dog.jpg "http://127.0.0.1:8000/predict?top_k=3"
+      curl -d '{"texts": ["good cat"]}' http://127.0.0.1:8000/predict
     """
 
     target: Target
@@ -48,15 +49,15 @@ class Serve:
         Shape(metavar="NAME", repeatable=True),
         "Extra Host header to accept, for example behind a proxy (repeatable).",
     ] = ()
-    max_batch: Annotated[int, Ge(1), "Images per batch."] = 32
-    max_wait_ms: Annotated[float, Ge(0), Le(1000), "How long the first image of a batch waits for others."] = 5
+    max_batch: Annotated[int, Ge(1), "Images or texts per batch."] = 32
+    max_wait_ms: Annotated[float, Ge(0), Le(1000), "How long the first image or text of a batch waits for others."] = 5
     max_request_mb: Annotated[float, Ge(0.01), Le(2048), "Maximum MiB per request."] = 32
-    max_images: Annotated[int, Ge(1), Le(1000), "Maximum images per request."] = 16
+    max_images: Annotated[int, Ge(1), Le(1000), "Maximum images or texts per request."] = 16
     max_pixels: Annotated[int, Ge(1), "Maximum pixels per image."] = 50_000_000
     max_seconds: Annotated[
         float, Ge(0.1), Le(3600), "Time from a request's header to its response, including a slow upload."
     ] = 30
-    max_queue: Annotated[int, Ge(1), "Maximum images waiting; further requests get a 503."] = 256
+    max_queue: Annotated[int, Ge(1), "Maximum images or texts waiting; further requests get a 503."] = 256
     weights: Weights = "auto"
     best: Best = False
     trust_code: TrustCode = False
@@ -91,9 +92,9 @@ class Serve:
                 trust_code=self.trust_code,
             )
 
-            if predictor.unit != "images":
+            if predictor.unit not in ("images", "texts"):
                 raise PacelineError(
-                    f"{self.target} is a model of {predictor.unit}, and serve takes images; use predict."
+                    f"{self.target} is a model of {predictor.unit}, and serve takes images and texts; use predict."
                 )
             if predictor.draws and not predictor.kind.per_label:
                 raise PacelineError(

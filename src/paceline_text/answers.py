@@ -85,6 +85,7 @@ class TextPredictor(Predictor):
         data = saved.description("data")
         self._saved, self.network, self.tokenizer, self._device = saved, network, tokenizer, device
         self.is_masked: bool = data["objective"] == "masked"
+        self.writes = not self.is_masked
         self.unused_options = {"stdin_image": "these weights are a language model and take no files"}
         if self.is_masked:
             why = "it is for text generation, and this model fills in masked tokens"
@@ -108,12 +109,22 @@ class TextPredictor(Predictor):
                 pairs = zip(guess.texts, guess.probabilities, strict=True)
                 lines.append("  ".join(f"{text!r} {100 * value:.1f} %" for text, value in pairs))
             return Reply({"prompt": prompt.text, **asdict(filled)}, lines)
-        given = {name: getattr(prompt, name) for name in _GENERATION}
-        sampling = Sampling(top_k=prompt.top_k, **{name: each for name, each in given.items() if each is not None})
+        sampling = _sampling(prompt)
         ids = list(self.write(prompt.text, sampling))
         prompt_ids = [] if self.answers_chats else self.tokenizer.encode(prompt.text).tolist()
         text = self.tokenizer.decode([*prompt_ids, *ids])
         return Reply({"prompt": prompt.text, "text": text, "written": len(ids), **asdict(sampling)}, [text])
+
+    def pieces(self, prompt: Prompt) -> Iterator[str]:
+        """Yield the text of each token that follows a prompt; empty until a character's last byte is there."""
+        ids, shown = list[int](), 0
+        for each in self.write(prompt.text, _sampling(prompt)):
+            ids.append(each)
+            text = self.tokenizer.decode(ids)
+            ready = shown if text.endswith("\ufffd") else len(text)
+            yield text[shown:ready]
+            shown = max(shown, ready)
+        yield self.tokenizer.decode(ids)[shown:]
 
     def write(self, prompt: str, sampling: Sampling) -> Iterator[int]:
         """Yield token ids that continue a prompt, until the document or, in a chat, the answer ends.
@@ -387,6 +398,11 @@ def exportable_text(saved: SavedWeights, network: nn.Module, *more: Input) -> Ex
     description = f"token ids in [0, {vocabulary}), int64, at most {longest} in a row"
     tokens = Input("tokens", ("batch", "length"), (vocabulary,), description)
     return Exportable(network=network, inputs=(tokens, *more), longest={"length": longest}, saved=saved)
+
+
+def _sampling(prompt: Prompt) -> Sampling:
+    given = {name: getattr(prompt, name) for name in (*_GENERATION, "top_k")}
+    return Sampling(**{name: each for name, each in given.items() if each is not None})
 
 
 def _choose(scores: Tensor, sampling: Sampling, draws: torch.Generator) -> int:

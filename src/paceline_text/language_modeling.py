@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ from paceline_text.pipeline import (
     target_count,
 )
 from paceline_text.sets.documents import open_text
-from paceline_text.tokenizer import refuse_other_tokenizer
+from paceline_text.tokenizer import HuggingFaceTokenizer, refuse_other_tokenizer
 from paceline_text.transformers_models import PREFIX, takes_documents
 
 if TYPE_CHECKING:
@@ -52,8 +53,11 @@ if TYPE_CHECKING:
 
 _LOSS = Metric(name="loss", per="tokens")
 _PERPLEXITY = Metric(name="perplexity", is_collected=True)
-_CAUSAL = (_LOSS, Metric(name="bits_per_byte", scale=1 / math.log(2), of="loss", per="bytes"), _PERPLEXITY)
-_MASKED = (_LOSS, Metric(name="masked_accuracy", scale=100.0, higher_is_better=True, of="right", per="tokens"))
+_BITS = Metric(name="bits_per_byte", scale=1 / math.log(2), of="loss", per="bytes")
+_RIGHT = Metric(name="token_accuracy", scale=100.0, higher_is_better=True, of="right", per="tokens")
+_CAUSAL = (_LOSS, _BITS, _RIGHT, _PERPLEXITY)
+_MASKED = (_LOSS, replace(_RIGHT, name="masked_accuracy"))
+_PROMPTS, _PROMPTS_LOOKED_AT, _ANSWER_TOKENS = 2, 100, 32
 _USED = ("data.dataset", "data.path", "data.validation_fraction", "data.text")
 _OF_CLASSES = ("train.loss", "train.loss_options", "train.target_threshold", "train.label_smoothing", "evaluate.top_k")
 
@@ -216,13 +220,36 @@ class LanguageModeling(Task):
         is_target = targets != IGNORED_TARGET
         values = {"loss": losses.double().sum(dim=1) if losses.device.type != "mps" else losses.sum(dim=1)}
         values |= {"tokens": is_target.sum(dim=1), "bytes": batch.inputs["bytes"]}
-        if self._is_masked:
-            values["right"] = ((logits.argmax(dim=2) == targets) & is_target).sum(dim=1)
+        values["right"] = ((logits.argmax(dim=2) == targets) & is_target).sum(dim=1)
         return values
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Any]:
         """Return how well each row is predicted: total nats, predicted tokens, and their bytes or hits."""
         return self.score(model, batch)
+
+    def figures(self, model: Any) -> Sequence[tuple[str, str]]:
+        """Return what the model answers to two held-out prompts, where the data says what is an answer."""
+        corpus, context, tokenizer = self.dataset.validation, self.recipe.data.text.context, self.dataset.tokenizer
+        shown: list[tuple[str, str]] = []
+        if corpus.is_target is None:
+            return shown
+        ends = {tokenizer.end}
+        if self.dataset.is_chat and isinstance(tokenizer, HuggingFaceTokenizer):
+            ends |= tokenizer.answer_ends
+        for document in range(min(len(corpus.lengths), _PROMPTS_LOOKED_AT)):
+            prompt = int(corpus.target_mask(document, 0, int(corpus.lengths[document])).argmax())
+            if prompt == 0 or prompt >= context:
+                continue
+            ids = corpus.read(document, 0, prompt).tolist()
+            for _ in range(min(_ANSWER_TOKENS, context - prompt)):
+                tokens = torch.tensor([ids], device=next(model.parameters()).device)
+                if (following := int(model(tokens, None, None)[0, -1].argmax())) in ends:
+                    break
+                ids.append(following)
+            shown.append((tokenizer.decode(ids[prompt:]) or "(empty answer)", tokenizer.decode(ids[:prompt])))
+            if len(shown) == _PROMPTS:
+                break
+        return shown
 
     def collectors(self) -> tuple[Collector, ...]:
         """Return the collector of perplexity: the exponential of the mean loss."""

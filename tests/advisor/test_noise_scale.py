@@ -102,6 +102,18 @@ def test_an_open_interval_and_a_missing_value_are_shown_apart() -> None:
     assert shown.ok is True
 
 
+def test_the_steps_to_give_are_printed_as_the_option_reads_them() -> None:
+    found = [NoiseEstimate(8.0 + 0.01 * step, 0.02 * (-1) ** step + 0.001) for step in range(50)]
+    points = [NoisePoint(step=0, averages=NoiseAverages.of(found), steps=len(found))]
+    report = NoiseReport(
+        name="digits", processes=1, points=points, global_batch_size=64, micro_batch_size=8, batch_weight=64.0
+    )
+    needed = points[0].steps_needed
+    assert needed is not None
+    assert needed > 1000
+    assert any(f"--steps {needed} should" in str(block) for block in report.__paceline__().blocks)
+
+
 def test_a_run_without_a_checkpoint_is_not_measured_as_if_it_were_fresh(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train_recipe(load_recipe("digits", (*SMALL, "train.duration=2 steps")), Options(run_dir=run))

@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,24 +22,38 @@ for _library in ("fastapi", "prometheus_client", "uvicorn", "python_multipart"):
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-TINY = ("model.options={width: 4, stages: 1}", "data.augment=null", "train.duration=4 steps", "evaluate.every=off")
-QUIET = ("telemetry.trackers=[]", "telemetry.report=false", "parallel.device=cpu", "parallel.threads=1")
+TINY = ("model.options={width: 4, stages: 1}", "data.augment=null")
+QUIET = (
+    "train.duration=4 steps",
+    "evaluate.every=off",
+    "telemetry.trackers=[]",
+    "telemetry.report=false",
+    "parallel.device=cpu",
+    "parallel.threads=1",
+)
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@contextmanager
+def served(folder: Path, recipe: str, *options: str) -> Iterator[str]:
     """Where a service of a tiny run answers."""
-    folder = tmp_path_factory.mktemp("page")
-    in_a_process("train", "digits", *TINY, *QUIET, "--run-dir", "a-run", cwd=folder).ended(0)
+    in_a_process("train", recipe, *options, *QUIET, "--run-dir", "a-run", cwd=folder).ended(0)
     serve = [sys.executable, "-m", "paceline", "serve", "a-run", "--port", "0", "--json", "--max-images", "3"]
     environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         serve, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
     ) as service:
         assert service.stdout is not None
-        yield json.loads(service.stdout.readline())["url"]
-        service.terminate()
+        try:
+            yield json.loads(service.stdout.readline())["url"]
+        finally:
+            service.terminate()
         assert service.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(tmp_path_factory.mktemp("page"), "digits", *TINY) as url:
+        yield url
 
 
 def picture(seed: int) -> bytes:
@@ -118,7 +134,7 @@ def test_by_keyboard(opened: Call) -> None:
     page.keyboard.press("Tab")
     page.keyboard.type("2")
     page.keyboard.press("Tab")  # 102 labels, of 10 classes
-    page.wait_for_selector("#status:has-text('One image answered')")
+    page.wait_for_selector("#status:has-text('1 image answered')")
 
 
 def test_what_cannot_be_answered_is_said(opened: Call) -> None:
@@ -129,7 +145,27 @@ def test_what_cannot_be_answered_is_said(opened: Call) -> None:
     page.set_input_files("#files", files(("x.png", picture(0)), ("broken.png", b"no image")))
     page.wait_for_selector("#answers .bad")
     assert "not an image" in page.text_content("#answers .bad")
+    assert page.text_content("#status") == "1 image answered, 1 unreadable."
     # On a narrow screen nothing sticks out.
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     if folder := os.environ.get("PACELINE_SCREENSHOTS"):
         page.screenshot(path=f"{folder}/serve-narrow.png", full_page=True)
+
+
+@pytest.mark.parametrize("recipe", ["gpt-small-docs", "docs-topics"])
+def test_texts(show: Call, tmp_path: Path, recipe: str) -> None:
+    with served(tmp_path, recipe) as url:
+        opened = show(url, drawn=False, width=400)
+        page = opened.page
+        for key in ("Tab", "<b>def</b> ", "Control+Enter"):
+            page.keyboard.type(key) if " " in key else page.keyboard.press(key)
+        page.wait_for_selector("#status:has-text('answered')")
+        assert page.text_content("#answers h2") == "<b>def</b> "
+        shown = ".written" if recipe == "gpt-small-docs" else "[role=meter]"
+        assert page.is_visible(f"#answers {shown}")
+        assert page.is_visible("#tokens") == (recipe == "gpt-small-docs") != page.is_visible("#top-k")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert opened.messages == []
+        assert [one for one in opened.requests if not one.startswith((url, "data:"))] == []
+        if folder := os.environ.get("PACELINE_SCREENSHOTS"):
+            page.screenshot(path=f"{folder}/serve-{recipe}.png", full_page=True)

@@ -267,6 +267,8 @@ def test_train_says_what_it_did(paceline: Call, tiny: tuple[str, ...], finished:
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert run_dir.name.startswith("digits-")
     assert "Completed after 6 steps" in done.out
+    metrics = summary_of(run_dir)["metrics"]
+    assert re.search(rf"validation loss +{metrics['loss']:.4g} \({metrics['weights']} weights\)\n", done.out)
     assert f"paceline evaluate {run_dir.relative_to(tmp_path)}" in done.out
     assert "\x1b" not in done.out
     assert summary_of(run_dir)["weights_sha256"] == summary_of(finished)["weights_sha256"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -117,16 +118,35 @@ def test_from_published_weights_where_they_are(
     assert [each for each in many.overrides if each.startswith("train.duration")] == ["train.duration=2 steps"]
 
 
-def test_unequal_classes_are_told_with_what_helps(photos: Path) -> None:
-    def reported(*requested: str) -> list[str]:
-        return [each for each in first_recipe.choose_recipe(str(photos), requested).reasons if "data.sampling" in each]
+def test_uneven_classes_are_drawn_equally_often(photos: Path) -> None:
+    def sampling(*requested: str) -> list[str]:
+        chosen = first_recipe.choose_recipe(str(photos), requested)
+        return [each for each in (*chosen.overrides, *chosen.reasons) if "data.sampling" in each]
 
-    assert reported() == []
+    assert sampling() == []
     for number in range(2, 16):
         (photos / "dog" / f"{number:02d}.jpg").unlink()
-    (hint,) = reported()
-    assert hint.startswith("'cat' has 13 images and 'dog' 1")
-    assert reported("train.class_weights=balanced") == []
+    key, reason = sampling()
+    assert key == "data.sampling=balanced"
+    assert reason.startswith("data.sampling=balanced: 'cat' has 13 images and 'dog' 1")
+    assert sampling("train.class_weights=balanced") == []
+    assert sampling("data.sampling=uniform") == ["data.sampling=uniform"]
+
+
+def test_a_picture_in_two_classes_is_named(photos: Path) -> None:
+    def named() -> list[str]:
+        return [each for each in first_recipe.choose_recipe(str(photos), ()).reasons if "two classes" in each]
+
+    shutil.copy(photos / "cat" / "03.jpg", photos / "cat" / "again.jpg")  # twice in one class: no label is wrong
+    changed = bytearray((photos / "cat" / "04.jpg").read_bytes())
+    changed[-3] ^= 1
+    (photos / "dog" / "as-large.jpg").write_bytes(changed)
+    assert named() == []
+    shutil.copy(photos / "cat" / "05.jpg", photos / "dog" / "copy.jpg")
+    (said,) = named()
+    assert said.startswith("1 image is in two classes")
+    assert f"{photos}/cat/05.jpg (cat)" in said
+    assert f"{photos}/dog/copy.jpg (dog)" in said
 
 
 @pytest.mark.everyday

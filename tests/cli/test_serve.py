@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import io
 import json
 import os
@@ -18,97 +17,26 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import fork_server
 import numpy as np
 import pytest
 import torch
-from calls import Call
+from calls import SOURCES, Call
 from PIL import Image
 from run_directories import newest_weights, rewrite_weights
+from serving import BOUNDARY, FORM, PATIENCE_SECONDS, Serving, form
 
 for _library in ("fastapi", "prometheus_client", "uvicorn", "python_multipart"):
     pytest.importorskip(_library, reason=f"{_library} is not installed: pip install 'paceline[serve]'")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-SOURCES = Path(__file__).parents[2] / "src"
-BOUNDARY = "of-a-kind"
-FORM = f"multipart/form-data; boundary={BOUNDARY}"
-_PATIENCE_SECONDS = 120
-
-
-class Serving:
-    """A service in a process of its own."""
-
-    def __init__(self, target: Path, folder: Path, *options: object) -> None:
-        self.log = folder / "serve.err"
-        with self.log.open("wb") as log:
-            self.process = fork_server.Popen(
-                [sys.executable, "-m", "paceline", "serve", str(target), "--port", "0", "--json", *map(str, options)],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
-            )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self.log.read_text()
-        self.said = json.loads(line)
-        self.address = (urlsplit(self.said["url"]).hostname, urlsplit(self.said["url"]).port)
-
-    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
-        """The status, the answer, and its headers."""
-        connection = http.client.HTTPConnection(*self.address, timeout=_PATIENCE_SECONDS)
-        with contextlib.closing(connection):
-            connection.request(method, path, body, {key.replace("_", "-"): value for key, value in headers.items()})
-            response = connection.getresponse()
-            content = response.read()
-            kind = response.headers.get_content_type()
-            return (
-                response.status,
-                json.loads(content) if kind == "application/json" else content,
-                dict(response.headers),
-            )
-
-    def predict(self, *images: bytes, query: str = "") -> tuple[int, Any, dict[str, str]]:
-        return self.ask("POST", f"/predict{query}", form(*images), Content_Type=FORM)
-
-    def metric(self, name: str) -> float:
-        """One figure of /metrics."""
-        text = self.ask("GET", "/metrics")[1].decode()
-        found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
-        return 0.0 if found is None else float(found[1])
-
-    def connect(self) -> socket.socket:
-        return socket.create_connection(self.address, timeout=_PATIENCE_SECONDS)
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        code = self.process.wait(_PATIENCE_SECONDS)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return code
-
 
 def head(length: int) -> bytes:
     """Of a request with a body of so many bytes."""
     lines = ("POST /predict HTTP/1.1", "Host: localhost", f"Content-Type: {FORM}", f"Content-Length: {length}", "", "")
     return "\r\n".join(lines).encode()
-
-
-def form(*images: bytes, field: str = "images") -> bytes:
-    """Images as a multipart body."""
-    parts = (
-        f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{field}"; filename="{number}.png"\r\n'
-        "Content-Type: image/png\r\n\r\n".encode()
-        + image
-        + b"\r\n"
-        for number, image in enumerate(images)
-    )
-    return b"".join(parts) + f"--{BOUNDARY}--\r\n".encode()
 
 
 def picture(seed: int, file_format: str = "PNG", size: int = 8) -> bytes:
@@ -387,7 +315,7 @@ def test_a_stop_while_it_loads_is_heard(finished: Path, tmp_path: Path) -> None:
         while not int(re.findall(r"SigCgt:\s(\w+)", status.read_text())[0], 16) & mask:
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=_PATIENCE_SECONDS)
+        said = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, *said) == (128 + signal.SIGTERM, "", "")
 
 

@@ -20,19 +20,8 @@ import paceline
 pytestmark = [pytest.mark.needs("material", "mkdocstrings"), pytest.mark.thorough]
 
 ROOT = Path(__file__).parents[2]
-# What a newcomer types into the search, and the page that has the answer.
-QUESTIONS = {
-    "install": "install.html",
-    "train my own photos": "guide/your-images.html",
-    "resume after kill": "guide/stop-and-resume.html",
-    "several GPUs": "guide/several-processes.html",
-    "Slurm": "guide/slurm.html",
-    "my own dataset": "guide/datasets.html",
-    "my own model": "guide/own-code.html",
-    "why is training slow": "guide/doctor.html",
-    "will it fit in memory": "guide/memory.html",
-    "export to ONNX": "guide/export.html",
-}
+# What people type into the search, and the page that has the answer.
+PHRASES = json.loads(Path(__file__).with_name("phrases.json").read_text(encoding="utf-8"))
 # What a browser fetches by itself, by element and attribute; links that a reader may follow are not among them.
 FETCHED = {"script": ("src",), "img": ("src",), "iframe": ("src",), "source": ("src",), "video": ("src",)}
 FETCHED_LINKS = {"stylesheet", "icon", "preload", "preconnect", "modulepreload", "dns-prefetch", "manifest"}
@@ -97,11 +86,13 @@ def test_every_page_command_and_public_name_is_there(pages: dict[Path, Addresses
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node, which runs the site's own search")
-def test_the_search_answers_what_a_newcomer_asks(site: Path) -> None:
-    words = ["node", str(Path(__file__).with_name("search.js")), str(site), *QUESTIONS]
+def test_the_search_answers_what_people_type(site: Path) -> None:
+    words = ["node", str(Path(__file__).with_name("search.js")), str(site), *PHRASES]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
-    found = json.loads(done.stdout)
-    assert {question: pages[0] for question, pages in found.items()} == QUESTIONS, found
+    assert done.stderr == ""  # a search that fails finds nothing
+    found = {phrase: list(dict.fromkeys(pages))[:3] for phrase, pages in json.loads(done.stdout).items()}
+    missed = {phrase: found[phrase] for phrase, page in PHRASES.items() if page not in found[phrase]}
+    assert len(missed) <= len(PHRASES) // 20, missed
 
 
 def test_the_answers_are_within_two_clicks_of_the_readme() -> None:
@@ -111,5 +102,5 @@ def test_the_answers_are_within_two_clicks_of_the_readme() -> None:
 
     one_click = links(ROOT / "README.md")
     two_clicks = one_click.union(*(links(page) for page in one_click if page.suffix == ".md"))
-    answers = {ROOT / "docs" / page.replace(".html", ".md") for page in QUESTIONS.values()}
+    answers = {ROOT / "docs" / page.replace(".html", ".md") for page in PHRASES.values()}
     assert answers - two_clicks == set()

@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from golden_sentences import raises
+from tiny_text import write_lines
 
+import paceline
 from paceline.checkpoint.format import write_tensor_file
 from paceline.checkpoint.weights import read_weights
 from paceline.data.order import StepGeometry
@@ -91,8 +93,28 @@ def test_bits_per_byte_are_those_of_the_held_out_text(train: Make, recipe: Path)
     assert result.metrics["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-6)
     assert result.metrics["bits_per_byte"] == pytest.approx(nats / math.log(2) / held_bytes, rel=1e-6)
     assert result.metrics["perplexity"] == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=1e-6)
+    written = torch.cat([network(ids[None, at : at + 16])[0].argmax(dim=1) for at in range(0, len(ids) - 1, 16)])
+    right = (written[: len(ids) - 1] == ids[1:]).float().mean().item()
+    assert result.metrics["token_accuracy"] == pytest.approx(100 * right)
     assert result.metrics["bits_per_byte"] < 7.5  # 8 is what it begins with
     assert audit_run(result.run_dir).passed
+
+
+def test_answers_to_two_held_out_prompts_are_shown(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"{number} and {number} ", "answer": "yes"} for number in range(40)]
+    data = {"data.dataset": "chat", "data.path": str(write_lines(tmp_path / "pairs.jsonl", rows))}
+    short = {"data.text.rows": "single", "train.duration": "30 steps", "evaluate.every": "15 steps"}
+    done = paceline.train(recipe, overrides={**data, **short, "telemetry.report": True}, run_dir=tmp_path / "run")
+    shown = json.loads((done.run_dir / "evaluation" / "figures.json").read_text())["examples"]
+    predictor = open_predictor(done.run_dir, device=torch.device("cpu"))
+    for each in shown:
+        given = predictor.reply(Prompt(text=each["caption"], temperature=0, tokens=32)).document["text"]
+        assert each["text"] == given.removeprefix(each["caption"]) or each["text"] == "(empty answer)"
+    assert len(shown) == 2
+    assert capsys.readouterr().out.count(f"  {shown[0]['caption']!r} → ") == 2  # evaluations
+    assert "written" in (done.run_dir / "report.html").read_text()
 
 
 def test_what_each_row_costs_is_written(train: Make, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from paceline.parsing.units import (
     format_count,
     format_metric,
     format_seconds,
+    format_si,
     metric_title,
     metric_unit,
 )
@@ -94,6 +95,23 @@ COUNTS = {0: "0", 4.0: "4", 0.662: "0.66", 999: "999", 1_281_167: "1,281,167", 1
 )
 def test_numbers_for_people(written: Callable[[float], str], expected: dict[float, str]) -> None:
     assert {number: written(number) for number in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "expected"),
+    [
+        (0.9343e9, "FLOP", "934 MFLOP"),
+        (72.27e9, "FLOP/s", "72.3 GFLOP/s"),
+        (999.7e9, "B/s", "1.00 TB/s"),
+        (999.4e9, "B/s", "999 GB/s"),
+        (99.96e6, "B", "100 MB"),
+        (0.01646, "s", "16.5 ms"),
+        (2.5e18, "FLOP", "2,500 PFLOP"),
+        (0, "FLOP", "0.00 FLOP"),
+    ],
+)
+def test_an_amount_has_three_digits_and_a_prefix(value: float, unit: str, expected: str) -> None:
+    assert format_si(value, unit) == expected
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ class Predict:
             print_json(reply.document)
         else:
             for line in reply.lines:
-                echo(line)
+                echo(line or "(empty answer)")
         return 0
 
     def opened(self, *, looks_for_files: bool = True) -> Predictor:

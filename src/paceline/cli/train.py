@@ -226,14 +226,26 @@ def _show_result(result: TrainResult, recipe: Recipe) -> None:
         echo(f"To resume: {program()} resume {typed}{trust}")
         return
     echo("Next:")
-    if plan.get("sample_name") == "images":
-        echo(f"  {program()} predict {typed} photo.jpg{trust}")
+    if example := _example(recipe, plan):
+        echo(f"  {program()} predict {typed} {example}{trust}")
     if plan.get("evaluation_samples") != 0 and all(map(is_reference, recipe.objects.values())):
         echo(f"  {program()} evaluate {typed}{trust}")
-    echo(f"  {program()} export {typed} --format safetensors --output model.safetensors{trust}")
+    target = "--format safetensors --output model.safetensors"
+    if recipe.model.name.startswith("transformers:"):
+        adapted = recipe.model.adapters.rank is not None
+        target = "--format peft --output adapter" if adapted else "--format transformers --output model"
+    echo(f"  {program()} export {typed} {target}{trust}")
     echo(f"  {program()} audit {typed}")
     if (run_dir / "report.html").is_file():
         echo(f"  open {run_dir / 'report.html'} in a browser")
+
+
+def _example(recipe: Recipe, plan: Mapping[str, Any]) -> str:
+    """Return what `paceline predict` could be given, as typed; empty if unknown."""
+    if plan.get("weight_unit") not in ("texts", "tokens", "words"):
+        return "photo.jpg" if plan.get("sample_name") == "images" else ""
+    is_masked = plan["weight_unit"] == "tokens" and recipe.data.text.objective == "masked"
+    return f'--prompt "{"a [MASK] text" if is_masked else "a text"}"'
 
 
 def _figures(result: TrainResult, plan: Mapping[str, Any], named: Iterable[str]) -> dict[str, Any]:
@@ -244,7 +256,7 @@ def _figures(result: TrainResult, plan: Mapping[str, Any], named: Iterable[str])
             figure = format_metric(name, metrics[name])
             figures[metric_title(name)] = f"{figure} ({metrics['weights']} weights, held-out samples)"
     if "loss" in metrics:
-        figures["validation loss"] = f"{metrics['loss']:.4f}"
+        figures["validation loss"] = f"{format_metric('loss', metrics['loss'])} ({metrics['weights']} weights)"
     if rate := summary.throughput_samples_per_second:
         figures["throughput"] = f"{format_count(rate)} {plan.get('sample_name', 'samples')}/s"
     if rate := summary.throughput_tokens_per_second:

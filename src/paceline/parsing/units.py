@@ -20,6 +20,8 @@ TimeUnit = Literal["seconds", "minutes", "hours", "days"]
 
 _TIME = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(seconds?|secs?|s|minutes?|mins?|m|hours?|h|days?|d)\s*$")
 _SECONDS: dict[TimeUnit, float] = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
+
+_PREFIXES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0), ("m", 1e-3), ("µ", 1e-6))
 TIME_RULE = "a time is a number above zero with a unit: '90 seconds', '10 minutes' or '2 hours' (or s, m, h, d)"
 
 
@@ -145,6 +147,14 @@ def format_bytes(count: float) -> str:
             return f"{count:.{digits}f} {unit}"
         count /= 1024
     raise AssertionError("unreachable")
+
+
+def format_si(value: float, unit: str) -> str:
+    """Format an amount with three digits and a decimal prefix: ``934 MFLOP``, ``43.8 MB``, ``16.5 ms``."""
+    prefix, scale = next((each for each in _PREFIXES if abs(float(f"{value:.3g}")) >= each[1]), ("", 1.0))
+    amount = value / scale
+    digits = 2 if abs(amount) < 9.995 else 1 if abs(amount) < 99.95 else 0
+    return f"{amount:,.{digits}f} {prefix}{unit}"
 
 
 def parse_bytes(text: str) -> int:

@@ -130,6 +130,7 @@ class Predictor(ABC):
         draws: Whether predictions can be drawn.
         kind: Class of the predictions.
         unit: Plural name of what is predicted.
+        writes: Whether the answer to a prompt is written piece by piece.
         holds: What the weights are, with its article.
         usual_batch: Usual number of files, or of lines, per batch.
         unused_options: Options of `paceline predict`, as its fields, that have no effect, with the reason.
@@ -142,6 +143,7 @@ class Predictor(ABC):
     draws = False
     kind: type[Answer] = Answer
     unit = "images"
+    writes = False
     holds = "a network of images"
     usual_batch = 64
     unused_options: Mapping[str, str] = MappingProxyType({})
@@ -168,6 +170,14 @@ class Predictor(ABC):
             RecipeError: If these weights take none, as by default.
         """
         raise RecipeError(f"the weights in {self._saved.path} are not a language model and take no prompt; give files.")
+
+    def pieces(self, prompt: Prompt) -> Iterator[str]:
+        """Yield the text that follows a prompt as it is written, piece by piece; pieces may be empty.
+
+        Raises:
+            RecipeError: If they do not, as by default.
+        """
+        raise RecipeError(f"the weights in {self._saved.path} write no text.")
 
     @abstractmethod
     def prepare(self, content: bytes) -> Prepared:

@@ -80,8 +80,8 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
             owner = f"'{path.rstrip('.')}'" if path else "a recipe"
             # ``batch.size`` may mean `batch.global_size` or `batch.micro_size`.
             similar = [f"{path}{each}" for each in fields if each.endswith(f"_{key}")]
-            candidates = keys_for(str(key)) if not path or our_key(str(key)) else similar
-            if candidates:
+            candidates = (similar if path and not our_key(str(key)) else []) or keys_for(str(key))
+            if 0 < len(candidates) <= _MOST_CANDIDATES:
                 options = " or ".join(f"'{candidate}'" for candidate in candidates)
                 message = f"{where}: unknown key '{dotted}'. Did you mean {options}?"
             else:
@@ -145,7 +145,7 @@ def _type_components(kind: Any) -> Iterator[Any]:
 def keys_for(word: str) -> list[str]:
     """Return dotted keys that a word may mean: another trainer's option (`epochs`), or the end of a key (`lr`)."""
     foreign, suffix = our_key(word), "." + word.strip("-").replace("-", "_")
-    return [foreign] if foreign is not None else [key for key in all_keys(Recipe()) if key.endswith(suffix)]
+    return [foreign] if foreign is not None else [key for key in all_keys(Recipe()) if f".{key}".endswith(suffix)]
 
 
 class Entries(dict[str, Any]):
@@ -328,7 +328,13 @@ RENAMED = {
 _FOREIGN = {
     "train.duration": ("epochs", "max_epochs", "num_epochs", "max_steps"),
     "batch.global_size": ("batch_size", "bs", "b", "train_batch_size"),
-    "batch.micro_size": ("accum", "grad_accum_steps", "accumulate_grad_batches", "micro_batch_size"),
+    "batch.micro_size": (
+        "accum",
+        "grad_accum_steps",
+        "accumulate_grad_batches",
+        "gradient_accumulation_steps",
+        "micro_batch_size",
+    ),
     "data.path": ("data_dir", "data_path", "root"),
     "data.image_size": ("img_size", "input_size", "resolution"),
     "data.workers": ("num_workers", "j"),
@@ -341,7 +347,7 @@ _FOREIGN = {
     "optimizer.name": ("opt", "optim"),
     "optimizer.lr": ("learning_rate",),
     "optimizer.weight_decay": ("wd",),
-    "optimizer.clip_norm": ("clip_grad", "gradient_clip_val", "max_grad_norm"),
+    "optimizer.clip_norm": ("clip_grad", "clip_grad_norm", "gradient_clip_val", "max_grad_norm"),
     "schedule.name": ("sched", "scheduler", "lr_scheduler"),
     "schedule.warmup": ("warmup_epochs", "warmup_steps"),
     "schedule.end_lr": ("min_lr", "eta_min"),
@@ -355,12 +361,14 @@ _FOREIGN = {
     "data.evaluation_size": ("val_resize_size", "val_crop_size", "test_input_size"),
     "data.evaluation_crop": ("crop_pct",),
     "evaluate.every": ("val_interval", "check_val_every_n_epoch"),
+    "evaluate.patience": ("early_stop", "early_stopping", "early_stopping_patience"),
     "evaluate.metric": ("eval_metric", "monitor"),
     "evaluate.batch_size": ("validation_batch_size", "val_batch_size"),
     "checkpoint.keep": ("checkpoint_hist", "save_top_k"),
     "telemetry.log_every": ("log_interval", "log_every_n_steps", "print_freq"),
     "telemetry.trackers": ("log_wandb", "logger"),
 }
+_MOST_CANDIDATES = 3
 _KEYS = {word: key for key, words in _FOREIGN.items() for word in words}
 
 

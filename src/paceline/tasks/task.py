@@ -480,14 +480,14 @@ class Task(ABC):
         """Return the images with one class each, on which a quantised network is calibrated and compared, if any."""
         return None
 
-    def figures(self, model: Model) -> list[tuple[torch.Tensor, str]]:
-        """Return pictures of an evaluated model, such as samples that it generates, for the report; none by default.
+    def figures(self, model: Model) -> Sequence[tuple[torch.Tensor | str, str]]:
+        """Return what an evaluated model draws or writes, such as samples that it generates; nothing by default.
 
         Called after each evaluation on the first process, with torch's random state seeded by the recipe, and not for
         sharded networks, which answer only to all processes together.
 
         Returns:
-            Pictures, uint8 [C, H, W], with captions.
+            Pictures for the report, uint8 [C, H, W], or texts for the log and the report, with captions.
         """
         return []
 

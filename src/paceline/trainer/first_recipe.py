@@ -5,9 +5,12 @@ The choice is a shipped recipe and overrides, so that everything can be read, ch
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data.image.datasets import open_dataset
+from paceline.data.image.source import FileSource, SampleSource, leaf_sources
 from paceline.data.splits import split_folders
 from paceline.distributed.device import choose_device
 from paceline.distributed.environment import read_launch
@@ -30,6 +34,7 @@ from paceline.records.reader import beyond_until
 from paceline.records.run_directory import RunDirectory
 
 _UNEQUAL = 5  # how many times as many images as another class has
+_MOST_COMPARED = 100_000  # images whose sizes are compared before each run, in about a second
 _SMALLEST = 96  # pixels at which a network trained at 224 still recognises objects
 
 
@@ -147,12 +152,15 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
     counts = np.bincount(images.train.labels, minlength=len(images.classes))
     nonempty = np.flatnonzero(counts)
     major, minor = int(counts.argmax()), int(nonempty[counts[nonempty].argmin()])
-    if counts[major] > _UNEQUAL * counts[minor] and not given & {"data.sampling", "train.class_weights"}:
+    is_uneven = counts[major] > _UNEQUAL * counts[minor]
+    if is_uneven and not given & {"data.sampling", "train.class_weights"}:
         reasons.append(
-            f"{images.classes[major]!r} has {format_count(int(counts[major]))} images and {images.classes[minor]!r} "
-            f"{format_count(int(counts[minor]))}: data.sampling=balanced draws all classes equally often, "
-            "train.class_weights=balanced makes all count alike in the loss"
+            f"data.sampling=balanced: {images.classes[major]!r} has {format_count(int(counts[major]))} images and "
+            f"{images.classes[minor]!r} {format_count(int(counts[minor]))}, so all classes are drawn equally often "
+            "(data.sampling=uniform: each image once per epoch)"
         )
+        data_keys.append("data.sampling=balanced")
+    reasons += _copies_in_two_classes((images.train, images.validation), images.classes)
     is_network_given = bool(given & {"model.name", "model.pretrained", "model.initialize_from"})
     if is_network_given:
         pretrained, missing = tried.model.pretrained or tried.model.initialize_from is not None, ""
@@ -184,6 +192,37 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
         overrides=(*data_keys, *chosen, *options, *overrides),
         reasons=tuple(reasons),
     )
+
+
+def _copies_in_two_classes(sources: Sequence[SampleSource], classes: Sequence[str]) -> list[str]:
+    """Say which files have the same content and different labels; only files of the same size are read."""
+    if sum(map(len, sources)) > _MOST_COMPARED:
+        return []
+    leaves = [leaf_sources(each, np.arange(len(each))) for each in sources]
+    if not all(len(parts) == 1 and isinstance(parts[0][0], FileSource) for parts in leaves):
+        return []
+    files = [path for ((part, ids),) in leaves for path in part.files(ids)]
+    labels = np.concatenate([each.labels for each in sources]).tolist()
+    groups: list[Sequence[int]] = [range(len(files))]
+    with suppress(OSError):  # a run names what it cannot read
+        for key in (os.path.getsize, _digest):
+            found = defaultdict[Any, list[int]](list)
+            for number, group in enumerate(groups):
+                for each in group:
+                    found[number, key(files[each])].append(each)
+            groups = [group for group in found.values() if len({labels[each] for each in group}) > 1]
+        if groups:
+            one, *others = groups[0]
+            other = next(each for each in others if labels[each] != labels[one])
+            count = "1 image is" if len(groups) == 1 else f"{format_count(len(groups))} images are"
+            named = " = ".join(f"{files[each]} ({classes[labels[each]]})" for each in (one, other))
+            return [f"{count} in two classes, so one label is wrong: {named}; `paceline check-data` lists all"]
+    return []
+
+
+def _digest(path: str) -> bytes:
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _preset_values(preset: _Preset, count: int, native: int, *, pretrained: bool) -> dict[str, Any]:

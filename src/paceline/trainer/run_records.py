@@ -257,7 +257,7 @@ def keep_first_batch(run: RecordedRun, batches: Iterator[Batch]) -> Iterator[Bat
 
 
 def _keep_figures(run: RecordedRun) -> None:
-    """Keep the pictures that the task draws of the evaluated model, for the report, on the first process."""
+    """Keep what the evaluated model draws or writes, for the report, on the first process."""
     if run.world.rank or run.strategy.is_sharded or not run.recipe.telemetry.report:
         return
     model = run.scored.get("ema", run.scored["model"])
@@ -271,18 +271,25 @@ def _keep_figures(run: RecordedRun) -> None:
             torch.manual_seed(run.recipe.seed)
             figures = run.task.figures(run.task.evaluated(run.precision.applied_to(model)))
         _write_pictures(run.directory.figures, figures, [caption for _, caption in figures])
+        for figure, caption in figures:
+            if isinstance(figure, str):
+                run.display.message(f"  {caption!r} → {figure!r}")
     except Exception as error:  # noqa: BLE001  # pictures must not end a run
         run.display.message(f"The task's figures are not shown in the report ({type(error).__name__}: {error}).")
 
 
-def _write_pictures(path: Path, pictures: Sequence[tuple[torch.Tensor, str]], names: Sequence[str]) -> None:
+def _write_pictures(path: Path, shown: Sequence[tuple[torch.Tensor | str, str]], names: Sequence[str]) -> None:
     entries = [
         {
-            "image": as_png(thumbnails(picture[None])[0].permute(1, 2, 0).cpu().numpy()),
-            "caption": caption,
-            "name": name,
+            **(
+                {"text": utf8(each)}
+                if isinstance(each, str)
+                else {"image": as_png(thumbnails(each[None])[0].permute(1, 2, 0).cpu().numpy())}
+            ),
+            "caption": utf8(caption),
+            "name": utf8(name),
         }
-        for (picture, caption), name in zip(pictures, names, strict=False)
+        for (each, caption), name in zip(shown, names, strict=False)
     ]
     if entries:
         path.parent.mkdir(exist_ok=True)

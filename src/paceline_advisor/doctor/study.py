@@ -22,6 +22,7 @@ from paceline.errors import PacelineError, RecipeError, RunDirectoryError, Train
 from paceline.host.world import World
 from paceline.learning.judge import Judgement, judge_run
 from paceline.pages.shown import Shown
+from paceline.parsing.units import format_seconds
 from paceline.plan import MachineFacts, Plan
 from paceline.plugins.references import load_reference
 from paceline.recipe.layers import format_override, set_keys
@@ -138,9 +139,7 @@ class Diagnosis:
         others = len(self.findings) - count
         total = f"{count} finding{'s' * (count > 1)}" if count else "no bottleneck found"
         total += f", {others} informational or without gain" if others else ""
-        total += (
-            f": {self.checks} checks in {1e3 * self.check_seconds:.0f} ms, {self.seconds:.1f} s including preparation."
-        )
+        total += f": {self.checks} checks in {format_seconds(self.seconds)}."
         return Shown(
             title=f"{self.recipe} on {self.device}{'' if self.is_here else ' (not here: predictions)'}",
             subtitle=f"{self.precision}, {self.global_batch} samples a step"

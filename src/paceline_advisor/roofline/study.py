@@ -23,7 +23,7 @@ from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
 from paceline.parsing.files import remember
 from paceline.parsing.plain_text import load_json
-from paceline.parsing.units import format_bytes
+from paceline.parsing.units import format_bytes, format_si
 from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
@@ -324,13 +324,13 @@ class RooflineReport:
         """A step's totals, in sentences."""
         samples, flops = self.micro_batch, self.found.model_flops
         ceilings = (
-            f"{self.model} on {self.device.title}: {self.peak / 1e12:,.4g} TFLOP/s dense in {self.precision}, "
-            f"{self.device.bytes_per_second / 1e9:,.4g} GB/s; ridge {self.ridge:.1f} FLOP/byte."
+            f"{self.model} on {self.device.title}: {format_si(self.peak, 'FLOP/s')} dense in {self.precision}, "
+            f"{format_si(self.device.bytes_per_second, 'B/s')}; ridge {self.ridge:.1f} FLOP/byte."
         )
         step = (
-            f"A micro-batch of {samples} samples takes {flops / 1e9:,.4g} GFLOP of the model "
-            f"({flops / samples / 1e9:.4g} for a sample) and moves {self.found.bytes_moved / 1e9:.4g} GB. With the "
-            f"update it cannot take less than {self.least_seconds * 1e3:.4g} ms: at most "
+            f"A micro-batch of {samples} samples takes {format_si(flops, 'FLOP')} of the model "
+            f"({format_si(flops / samples, 'FLOP')} per sample) and moves {format_si(self.found.bytes_moved, 'B')}. "
+            f"With the update it cannot take less than {format_si(self.least_seconds, 's')}: at most "
             f"{samples / self.least_seconds:,.0f} samples/s and an MFU of {self.best_mfu:.1%}, or "
             f"{self.best_fused_mfu:.1%} if all other operators were fused into matrix products."
         )
@@ -370,7 +370,7 @@ class RooflineReport:
 
         def figures(flops: float, moved: float, *between: str, seconds: float, share: float) -> tuple[str, ...]:
             ends = f"{seconds * 1e3:.3g}", f"{share:.1%}"
-            return f"{flops / 1e9:,.2f}", f"{moved / 1e6:,.1f}", *between, *ends
+            return f"{flops / 1e9:,.{2 if flops >= 1e10 else 4}f}", f"{moved / 1e6:,.1f}", *between, *ends
 
         phases = [
             (name, *figures(each["flops"], each["bytes"], seconds=each["seconds"], share=each["share"]))

@@ -152,7 +152,7 @@ class NoiseReport:
         wide = [each.steps_needed for each in self.points if each.is_wide and each.averages.noise_scale() is not None]
         advice = f"The range spans a decade or more at {len(wide)} of {len(self.points)} points; "
         if needed := [each for each in wide if each is not None]:
-            advice += f"--steps {max(needed):,} should make it narrower."
+            advice += f"--steps {max(needed)} should make it narrower."
         else:
             advice += "give more --steps."
         costs = {}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import cache
 from html import escape
 from http import HTTPStatus
 from importlib.resources import files
 from string import Template
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Query, Request, Response
@@ -28,7 +28,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.pages.page import script_digest
 from paceline.prediction.predictor import Answer
-from paceline_ops.serving.service import Service, ServiceLimits, busy
+from paceline_ops.serving import texts
+from paceline_ops.serving.service import Service, ServiceLimits, busy, while_connected
 
 LARGEST_TOP_K = 1000
 _FIELD = "images"
@@ -37,7 +38,6 @@ _INTERFACE = "1"  # version of the interface, not of the program
 _LEAST_BODIES_BYTES = 64 * 2**20
 
 Say = Callable[[str], None]
-Result = TypeVar("Result")
 
 
 class ImageAnswer(BaseModel):
@@ -82,12 +82,12 @@ class Health(BaseModel):
 
 _RETRY = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    400: {"model": Problem, "description": "The body is malformed, or has too many images."},
+    400: {"model": Problem, "description": "The body is malformed, or has too many images or texts."},
     403: {"model": Problem, "description": "A page of another site sent it."},
     408: {"model": Problem, "description": "The request was not complete in time."},
     413: {"model": Problem, "description": "Too many bytes."},
     415: {"model": Problem, "description": "The body is not multipart/form-data."},
-    422: {"model": Problem, "description": "A parameter is wrong, or no image can be read."},
+    422: {"model": Problem, "description": "A parameter is wrong, or no image or text can be read."},
     500: {"model": Problem, "description": "A defect of the service, or of its weights."},
     503: {"model": Problem, "description": "Too busy; try again later.", "headers": _RETRY},
 }
@@ -122,7 +122,10 @@ def make_app(service: Service, model: str, sites: SiteCheck, say: Say, ready: Ca
     )
     app.add_middleware(_RequestGate, service=service, sites=sites, say=say)
     _add_error_handlers(app)
-    _add_predict(app, service, model)
+    if service.predictor.unit == "images":
+        _add_predict(app, service, model)
+    else:
+        texts.add_predict(app, service, model, _REFUSALS)
     _add_views(app, service, model)
     return app
 
@@ -179,20 +182,6 @@ def _add_predict(app: FastAPI, service: Service, model: str) -> None:
         )
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of an awaitable; cancel it and raise HTTPException if the client disconnects."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done() and leaving.result()["type"] == "http.disconnect":
-            raise HTTPException(400, "the client disconnected before the response")
-        return await working
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
 def _shown(name: str, answer: Answer, top_k: int, *, boxes: bool) -> ImageAnswer:
     row = answer.row()
     return ImageAnswer(
@@ -247,7 +236,7 @@ async def _uploads(request: Request, limits: ServiceLimits) -> list[tuple[str, b
 def _add_views(app: FastAPI, service: Service, model: str) -> None:
     digest = service.predictor.digest
     shown = page(service, model)
-    style, script = (script_digest(_part(name).encode()) for name in ("page.css", "page.js"))
+    style, script = (script_digest(each.encode()) for each in (_part("page.css"), _script(service)))
     # The page may run its script, show chosen files and call this service; nothing else.
     policy = (
         f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; img-src blob: data:; "
@@ -262,7 +251,7 @@ def _add_views(app: FastAPI, service: Service, model: str) -> None:
     async def metrics() -> Response:
         return Response(generate_latest(service.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @app.get("/", response_class=HTMLResponse, description="A page for sending images and viewing predictions.")
+    @app.get("/", response_class=HTMLResponse, description="A page to try the model.")
     async def index() -> HTMLResponse:
         return HTMLResponse(shown, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
 
@@ -398,22 +387,35 @@ def _name(place: str) -> str:
 
 def page(service: Service, model: str) -> str:
     """Return the page as HTML."""
-    limits, digest, numbers = service.limits, service.predictor.digest, service.predictor.number_names
-    classes = len(service.predictor.classes)
+    predictor, limits, digest = service.predictor, service.limits, service.predictor.digest
+    numbers, classes = predictor.number_names, len(predictor.classes)
+    hidden = {
+        "without_labels": numbers or predictor.kind.per_label or not classes,
+        "without_writing": not predictor.writes,
+    }
+    filled = {
+        **{name: "hidden" if is_hidden else "" for name, is_hidden in hidden.items()},
+        "classes": classes,
+        "most": min(classes, 10),
+        "images": limits.images,
+        "bytes": limits.request_bytes,
+        "megabytes": f"{limits.request_bytes / 2**20:.0f}",
+        "tokens": texts.MOST_TOKENS,
+        "model": escape(model),
+        "digest": escape(digest),
+    }
+    shown = ", ".join(numbers) or ", ".join(predictor.classes[:8]) + (f" and {classes - 8} more" if classes > 8 else "")
     return Template(_part("page.html")).substitute(
+        filled,
         style=_part("page.css"),
-        script=_part("page.js"),
-        model=escape(model),
-        digest=escape(digest),
-        short=escape(digest[:12]),
-        answers=escape(", ".join(numbers)) if numbers else f"{classes} classes",
-        without_labels="hidden" if numbers or service.predictor.kind.per_label else "",
-        classes=classes,
-        most=min(classes, 10),
-        images=limits.images,
-        bytes=limits.request_bytes,
-        megabytes=f"{limits.request_bytes / 2**20:.0f}",
+        script=_script(service),
+        answers=escape(shown),
+        form=Template(_part(f"{predictor.unit}.html")).substitute(filled),
     )
+
+
+def _script(service: Service) -> str:
+    return _part("page.js") + _part(f"{service.predictor.unit}.js")
 
 
 @cache

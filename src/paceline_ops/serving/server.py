@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,8 +21,8 @@ import uvicorn
 from PIL import Image
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from paceline.errors import NotFiniteError, PacelineError
-from paceline.prediction.predictor import Predictor
+from paceline.errors import DataError, NotFiniteError, PacelineError
+from paceline.prediction.predictor import Predictor, Prompt
 from paceline_ops.serving.app import SiteCheck, make_app
 from paceline_ops.serving.service import Metrics, Service, ServiceLimits
 
@@ -102,12 +103,7 @@ def serve(
     Raises:
         NotFiniteError: If the network's first output is not finite.
     """
-    # The first prediction is the slowest, so it runs before the first request.
-    picture = io.BytesIO()
-    Image.new("L", (64, 64)).save(picture, "PNG")
-    (answer,) = predictor.answer([predictor.prepare(picture.getvalue())], 1)
-    if answer.error is not None:
-        raise NotFiniteError(f"{answer.error}.")
+    _answer_once(predictor)
     model = target.resolve().name
     service = Service(predictor, limits, Metrics(model, predictor.digest))
     config = uvicorn.Config(
@@ -129,6 +125,26 @@ def serve(
         server.run(sockets=[address.socket])
     finally:
         server.end.cancel()
+
+
+def _answer_once(predictor: Predictor) -> None:
+    """Answer a grey image or a short text: the first prediction is the slowest, so it comes before the first request.
+
+    Raises:
+        NotFiniteError: If it is not finite.
+    """
+    if predictor.unit == "images":
+        picture = io.BytesIO()
+        Image.new("L", (64, 64)).save(picture, "PNG")
+        (answer,) = predictor.answer([predictor.prepare(picture.getvalue())], 1)
+        if answer.error is not None:
+            raise NotFiniteError(f"{answer.error}.")
+        return
+    with suppress(DataError):  # a tokenizer may have no token for it
+        if predictor.writes:
+            next(predictor.pieces(Prompt(text="a", tokens=1)))
+        else:
+            predictor.reply(Prompt(text="a [MASK]"))
 
 
 class _Protocol(H11Protocol):

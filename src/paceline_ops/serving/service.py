@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
 from paceline.data.image.decode import UNSUPPORTED, BrokenImageError, image_header, unsupported_kind
+from paceline.errors import DataError, NotFiniteError, RecipeError
 from paceline.host.machine import available_cores
-from paceline.prediction.predictor import Answer, Predictor, Prepared
+from paceline.prediction.predictor import Answer, Predictor, Prepared, Prompt, Reply
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
 """Upload formats. Pillow reads more, but others are risky from untrusted clients: a TIFF's tiles, for example, may be a
@@ -24,6 +27,8 @@ _DECODED_BYTES = 2**30
 # Maximum bytes per pixel during decoding, including copies in other modes.
 _PIXEL_BYTES = 16
 
+
+Result = TypeVar("Result")
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -45,15 +50,15 @@ class Metrics:
         self.requests = Counter(
             "paceline_requests", "Requests by route and status.", ("route", "status"), registry=self.registry
         )
-        self.images = Counter("paceline_images", "Images by outcome.", ("outcome",), registry=self.registry)
+        self.images = Counter("paceline_images", "Images or texts by outcome.", ("outcome",), registry=self.registry)
         self.queue = Gauge(
-            "paceline_queue_images", "Images that are decoded, or wait for the network.", registry=self.registry
+            "paceline_queue_images", "Images or texts that are read, or wait for the network.", registry=self.registry
         )
         self.seconds = Histogram(
             "paceline_request_seconds", "Seconds from a request's head to its answer.", registry=self.registry
         )
         self.batches = Histogram(
-            "paceline_batch_images", "Images in each batch.", buckets=_BATCH_SIZES, registry=self.registry
+            "paceline_batch_images", "Images or texts in each batch.", buckets=_BATCH_SIZES, registry=self.registry
         )
 
 
@@ -64,10 +69,11 @@ class ServiceLimits:
     Attributes:
         request_bytes: Maximum size of one request's body, with or without a declared length; eight times that for all
             requests together.
-        images: Maximum number of images in one request.
+        images: Maximum number of images or texts in one request.
         pixels: Maximum number of pixels in one image, checked before decoding.
         request_seconds: Maximum time from a request's header to its response, including the upload.
-        queue_images: Maximum number of images in decoding or waiting for the network; beyond it, clients must retry.
+        queue_images: Maximum number of images or texts in decoding or waiting for the network; beyond it, clients must
+            retry.
         batch_images: Maximum batch size.
         batch_wait_seconds: Maximum time that the first image of a batch waits for others.
     """
@@ -86,8 +92,22 @@ def busy(sentence: str) -> HTTPException:
     return HTTPException(503, f"{sentence}; try again in a second", {"Retry-After": "1"})
 
 
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of an awaitable; cancel it and raise HTTPException if the client disconnects."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done() and leaving.result()["type"] == "http.disconnect":
+            raise HTTPException(400, "the client disconnected before the response")
+        return await working
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
 class Service:
-    """Predicts images.
+    """Predicts images or texts.
 
     Args:
         predictor: The predictor.
@@ -103,6 +123,7 @@ class Service:
         self._free_bytes = max(_DECODED_BYTES, _PIXEL_BYTES * limits.pixels)
         self._freed = asyncio.Condition()
         self._decoders = ThreadPoolExecutor(available_cores(), thread_name_prefix="decoder")
+        self._network = ThreadPoolExecutor(1, thread_name_prefix="network")
         self._most = min(limits.batch_images, predictor.largest_batch or limits.batch_images)
         # Images waiting for the network, each with its maximum number of labels and the future of its prediction.
         self._waiting: asyncio.Queue[tuple[Prepared, int, asyncio.Future[Answer]]] = asyncio.Queue()
@@ -110,8 +131,8 @@ class Service:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the service within this context."""
-        with ThreadPoolExecutor(1, thread_name_prefix="network") as network:
-            task = asyncio.create_task(self._answer_all(network))
+        with self._network:
+            task = asyncio.create_task(self._answer_all())
             try:
                 yield
             finally:
@@ -120,22 +141,28 @@ class Service:
                     await task
         self._decoders.shutdown(cancel_futures=True)
 
+    @contextmanager
+    def _in_queue(self, count: int) -> Iterator[None]:
+        """Count images or texts as waiting; refuse those beyond the limit."""
+        if self._queued + count > self.limits.queue_images:
+            raise busy(f"{self._queued} {self.predictor.unit} are already waiting")
+        self._queued += count
+        self.metrics.queue.set(self._queued)
+        try:
+            yield
+        finally:
+            self._queued -= count
+            self.metrics.queue.set(self._queued)
+
     async def answers(self, images: Sequence[bytes], top_k: int) -> list[Answer]:
-        """Return one prediction per image, in order; each may have more labels than requested.
+        """Return one prediction per image or text, in order; each may have more labels than requested.
 
         Raises:
             HTTPException: If too many images are waiting, none can be read, or an output is not finite.
         """
-        if self._queued + len(images) > self.limits.queue_images:
-            raise busy(f"{self._queued} images are already waiting")
-        self._queued += len(images)
-        self.metrics.queue.set(self._queued)
-        try:
+        with self._in_queue(len(images)):
             # Waits for all, also if one fails: no image may keep running without its place in the queue.
             outcomes = await asyncio.gather(*(self._answer(each, top_k) for each in images), return_exceptions=True)
-        finally:
-            self._queued -= len(images)
-            self.metrics.queue.set(self._queued)
         answers: list[Answer] = []
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -145,23 +172,62 @@ class Service:
         self.metrics.images.labels("unreadable").inc(len(reasons))
         self.metrics.images.labels("answered").inc(len(images) - len(reasons))
         if len(reasons) == len(images):
-            raise HTTPException(422, f"none of the images can be read: {'; '.join(reasons[:3])}")
+            raise HTTPException(422, f"none of the {self.predictor.unit} can be read: {'; '.join(reasons[:3])}")
         return answers
+
+    async def reply(self, prompt: Prompt) -> Reply:
+        """Answer one prompt of a language model.
+
+        Raises:
+            HTTPException: If it cannot be answered, or too many wait.
+        """
+        with self._in_queue(1):
+            return await self._ask(self.predictor.reply, prompt)
+
+    async def pieces(self, prompt: Prompt) -> AsyncGenerator[str, None]:
+        """Yield the text that follows a prompt, as it is written; requests take turns, a token each.
+
+        Raises:
+            HTTPException: If it cannot be answered, or too many wait.
+        """
+        with self._in_queue(1):
+            written = self.predictor.pieces(prompt)
+            try:
+                while (piece := await self._ask(next, written, None)) is not None:
+                    yield piece
+            finally:
+                # In the network's thread, which may be writing for it still.
+                with suppress(RuntimeError):  # the service has stopped
+                    self._network.submit(getattr(written, "close", lambda: None))
+
+    async def _ask(self, function: Callable[..., Result], *values: object) -> Result:
+        """Call a function in the network's thread."""
+        try:
+            result = await asyncio.get_running_loop().run_in_executor(self._network, function, *values)
+        except (DataError, RecipeError) as error:
+            self.metrics.images.labels("unreadable").inc()
+            raise HTTPException(422, str(error)) from None
+        except NotFiniteError as error:
+            raise HTTPException(500, str(error)) from None
+        return result
 
     async def _answer(self, content: bytes, top_k: int) -> Answer:
         """Decode an image when enough memory is free, and predict it."""
         loop = asyncio.get_running_loop()
         try:
-            pixels = await loop.run_in_executor(self._decoders, check_picture, content, self.limits.pixels)
-            reserved = _PIXEL_BYTES * pixels
+            reserved = len(content)
+            if self.predictor.unit == "images":
+                pixels = await loop.run_in_executor(self._decoders, check_picture, content, self.limits.pixels)
+                reserved = _PIXEL_BYTES * pixels
             async with self._freed:
                 await self._freed.wait_for(lambda: self._free_bytes >= reserved)
                 self._free_bytes -= reserved
             try:
                 prepared = await loop.run_in_executor(self._decoders, self.predictor.prepare, content)
-                if prepared.nbytes < reserved:
-                    await self._free(reserved - prepared.nbytes)
-                    reserved = prepared.nbytes
+                kept = getattr(prepared, "nbytes", reserved)
+                if kept < reserved:
+                    await self._free(reserved - kept)
+                    reserved = kept
                 future: asyncio.Future[Answer] = loop.create_future()
                 self._waiting.put_nowait((prepared, top_k, future))
                 answer = await future
@@ -178,7 +244,7 @@ class Service:
         async with self._freed:
             self._freed.notify_all()
 
-    async def _answer_all(self, network: ThreadPoolExecutor) -> None:
+    async def _answer_all(self) -> None:
         """In the network's thread, batch all waiting images and those that arrive within the first one's wait."""
         loop = asyncio.get_running_loop()
         while True:
@@ -196,7 +262,7 @@ class Service:
             self.metrics.batches.observe(len(batch))
             images, max_top_k = [image for image, _, _ in batch], max(top_k for _, top_k, _ in batch)
             try:
-                answers = await loop.run_in_executor(network, self.predictor.answer, images, max_top_k)
+                answers = await loop.run_in_executor(self._network, self.predictor.answer, images, max_top_k)
             except Exception as error:  # noqa: BLE001  # each request reports it, and the next batch may be answered
                 for _, _, future in batch:
                     if not future.done():

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import RunDirectoryError
-from paceline.learning.judge import Judgement
+from paceline.learning.judge import Judgement, judge_run
 from paceline.parsing.units import counted, format_metric, format_seconds, metric_title, metric_unit
 from paceline.records.events import for_display, parse_line
 from paceline.records.reader import read_environment, read_plan, read_recipe
@@ -155,6 +155,8 @@ class WatchedRun(RunHistory):
         """Whether it learns, and the likely cause if not."""
         recipe: Mapping[str, Any] = {}
         with contextlib.suppress(RunDirectoryError):
+            if self.is_over:
+                return judge_run(self.directory)  # with the warning of its summary, as the other commands do
             recipe = read_recipe(self.directory)
         return self.judged(self.directory, recipe)
 
@@ -286,10 +288,11 @@ def _of(total: int | None) -> str:
 
 
 def exit_line(run: WatchedRun) -> str:
-    """Describe in one line how a run ended."""
+    """Describe how a run ended, and in a second line why it did not learn, if so."""
     message = run.finish.get("message")
     progress = f"step {run.step}{_of(run.total_steps)}"
-    return f"{run.name}: {_STATE_TEXTS.get(run.state, run.state)}, {progress}{f': {message}' if message else ''}"
+    ending = f"{run.name}: {_STATE_TEXTS.get(run.state, run.state)}, {progress}{f': {message}' if message else ''}"
+    return f"{ending}\n  {judgement}" if (judgement := run.judgement) else ending
 
 
 def screen(run: WatchedRun, console: Console) -> RenderableType:

@@ -38,6 +38,8 @@ class LargePictures:
     largest_batch: int | None = 1
     kind: type[Answer] = Prediction
     number_names: tuple[str, ...] = ()
+    unit = "images"
+    writes = False
     digest = "0" * 64
 
     def __init__(self) -> None:
@@ -119,6 +121,6 @@ def test_work_that_nobody_waits_for_is_stopped(why: str) -> None:
 def test_the_page_asks_for_all_objects_of_a_detector() -> None:
     predictor = LargePictures()
     service = services.Service(predictor, services.ServiceLimits(), Metrics("large", predictor.digest))
-    assert "<p hidden><label>Labels for each" not in app.page(service, "large")
+    assert "<p hidden><label>Labels per image" not in app.page(service, "large")
     predictor.kind = Detections
-    assert "<p hidden><label>Labels for each" in app.page(service, "large")
+    assert "<p hidden><label>Labels per image" in app.page(service, "large")

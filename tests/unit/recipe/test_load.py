@@ -528,3 +528,18 @@ def test_pretrained_may_be_turned_off_with_initial_weights_of_ones_own() -> None
         stored_recipe({"model": {**stored["model"], "pretrained": True}}, "a recipe")
     check_sentence(caught.value)
     assert (caught.value.key, caught.value.rule) == ("model.pretrained", "with effect")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("train.early_stopping=3", "evaluate.patience"),
+        ("train.patience=3", "evaluate.patience"),
+        ("train.seed=1", "seed"),
+        ("train.gradient_accumulation_steps=4", "batch.micro_size"),
+        ("batch.size=3", "batch.global_size"),
+    ],
+)
+def test_a_key_of_another_section_or_trainer_is_recognised(written: str, meant: str) -> None:
+    with pytest.raises(RecipeError, match=f"Did you mean '{meant}'"):
+        load_recipe("digits", [written])

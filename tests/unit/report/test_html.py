@@ -22,7 +22,8 @@ HOSTILE = '</script><img src=x onerror="alert(1)">`&'
 
 
 def complete(recorded_run: Any) -> Any:
-    reported = recorded_run().start()
+    forecast = {"what": "forecast", "seconds": 1.0, "message": "expected", "expected_memory_bytes": 4 * 2**20}
+    reported = recorded_run().start().tell("measurement", 0, **forecast)
     for step in range(1, 41):
         reported.record(step, loss=1 / step, noise_scale=10.0 * step)
         if step % 10 == 0:
@@ -100,7 +101,7 @@ def test_the_headline_is_the_summary_and_the_evaluations(tmp_path: Path, recorde
 def test_the_best_is_told_only_where_the_records_say_which_way(tmp_path: Path, recorded_run: Any, write: Any) -> None:
     reported = recorded_run().start()
     for number, score in enumerate((0.2, 0.9, 0.8), start=1):
-        reported.record(number).evaluation(number, loss=2.0 - score, f1=score, edits=score)
+        reported.record(number).evaluation(number, loss=2.0 - score + 1e-4, f1=score, edits=score)
     reported.finish(3)
     ways = {"device": "cpu", "higher_is_better": {"loss": False, "f1": True, "edits": False}}
     message = texts(page(write(tmp_path / "run", reported, plan=ways)))
@@ -279,7 +280,9 @@ def test_runs_without_answers_have_no_such_section(tmp_path: Path, recorded_run:
 
 def test_what_other_commands_left_is_shown(tmp_path: Path, recorded_run: Any, write: Any, figures: Any) -> None:
     folder = write(tmp_path / "run", complete(recorded_run))
-    assert f"paceline doctor {folder} --json" in texts(page(folder))
+    before = texts(page(folder))
+    assert f"paceline doctor {folder} --json" in before
+    assert "3.0 MiB 4.0 MiB" in before  # predicted by the run itself
     finding = {"name": "tiny_batch", "severity": "slows", "evidence": HOSTILE, "advice": {"words": "more"}}
     (folder / "doctor.json").write_text(json.dumps({"findings": [finding]}))
     estimate = {"needed_bytes": 5 * 2**20, "peak": {"causes": {"weights": 2**20, "activations": 2**22}}}

@@ -137,6 +137,16 @@ def test_progress_pace_phases_and_results(run: Path) -> None:
     assert watched.state == "running"
 
 
+def test_the_last_line_says_why_a_run_did_not_learn(run: Path) -> None:
+    write(run, START, records.FinishEvent(step=10, status="completed", train_seconds=1.0, total_seconds=1.0))
+    watched = WatchedRun(run)
+    watched.look()
+    ending = exit_line(watched)
+    assert "\n" not in ending
+    (run / "summary.json").write_text(json.dumps({"details": {"warning": "It diverged; lower the rate."}}))
+    assert exit_line(watched) == f"{ending}\n  It diverged; the records do not show why."
+
+
 def test_checkpoints_are_those_that_are_still_there(run: Path) -> None:
     names = [f"step-{number:08d}" for number in (1, 2)]
     write(run, *(records.CheckpointEvent(step=number, checkpoint=name) for number, name in enumerate(names, 1)))

@@ -35,9 +35,9 @@ def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
         if details is not None and "class_iou" in details:
             yield _overlaps(details, prefix)
         if figures := run.extra("evaluation/figures.json"):
-            yield _gallery(figures, f"{prefix}Drawn by the task after the last evaluation")
+            yield from _figures(figures["examples"], prefix)
         if first := run.extra("first_batch.json"):
-            yield _gallery(first, f"{prefix}The first training batch, as the network sees it")
+            yield _gallery(first["examples"], f"{prefix}The first training batch, as the network sees it")
         if run.recipe.get("evaluate.keep_examples") == 0:
             yield Text(f"{prefix}No predictions are kept: the recipe has `evaluate.keep_examples=0`.")
 
@@ -65,10 +65,18 @@ def _examples(examples: Mapping[str, Any], prefix: str) -> Iterator[Block]:
         yield Gallery(pictures=right, caption=f"{prefix}{len(right)} right answers", folded=True)
 
 
-def _gallery(examples: Mapping[str, Any], caption: str) -> Gallery:
+def _figures(examples: Sequence[Mapping[str, Any]], prefix: str) -> Iterator[Block]:
+    if texts := [(str(each["caption"]), str(each["text"])) for each in examples if "text" in each]:
+        caption = f"{prefix}Written by the model after the last evaluation"
+        yield Table(columns=("given", "written"), rows=texts, caption=caption)
+    if drawn := [each for each in examples if "image" in each]:
+        yield _gallery(drawn, f"{prefix}Drawn by the task after the last evaluation")
+
+
+def _gallery(examples: Sequence[Mapping[str, Any]], caption: str) -> Gallery:
     pictures = [
         Picture(data=str(each["image"]), caption=str(each["caption"]), alternative=f"{each['name']}: {each['caption']}")
-        for each in examples["examples"]
+        for each in examples
     ]
     return Gallery(pictures=pictures, caption=caption)
 

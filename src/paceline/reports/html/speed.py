@@ -163,7 +163,7 @@ def memory(runs: Sequence[RunRecord]) -> Iterator[Block]:
         (
             run.name,
             _size(None if run.summary is None else run.summary.peak_memory_bytes),
-            _size((run.extra("estimate.json") or {}).get("needed_bytes")),
+            _size((run.extra("estimate.json") or {}).get("needed_bytes", _expected_bytes(run))),
             _size(run.plan.get("device_memory_bytes")),
             run.plan.get("device_name"),
         )
@@ -172,10 +172,7 @@ def memory(runs: Sequence[RunRecord]) -> Iterator[Block]:
     columns = ("run", "measured peak", "estimated", "of the device", "device")
     yield Table(columns=columns, rows=rows, caption="Peak memory of the first process")
     if any(run.plan.get("device") == "cpu" for run in runs):
-        yield Text(
-            "On a CPU both are of the whole process: what was measured is the most that it had in memory, and the "
-            "estimate is the step's own need and what the libraries had taken where it was made."
-        )
+        yield Text("On a CPU, both figures are of the whole process, with its libraries.")
     for run in runs:
         estimate = run.extra("estimate.json") or {}
         causes, outside = (estimate.get("peak") or {}).get("causes"), estimate.get("outside_bytes")
@@ -192,9 +189,15 @@ def memory(runs: Sequence[RunRecord]) -> Iterator[Block]:
             )
         elif len(runs) == 1:
             yield Text(
-                f"There is no estimate yet: `paceline estimate {run.path} --json > {run.path}/estimate.json` "
-                "makes one, and the next report shows it."
+                f"The next report shows an estimate by cause after `paceline estimate {run.path} --json > "
+                f"{run.path}/estimate.json`."
             )
+
+
+def _expected_bytes(run: RunRecord) -> int | None:
+    """Return the memory that the run predicted before its first step, if it did."""
+    forecasts = (each for each in reversed(run.events) if each.get("what") == "forecast")
+    return next(forecasts, {}).get("expected_memory_bytes")
 
 
 def _size(count: Any) -> str | None:

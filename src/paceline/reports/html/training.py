@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.pages.charts import DASHES, SERIES
 from paceline.pages.page import Block, Chart, Table, Text
-from paceline.parsing.units import metric_title, metric_unit
+from paceline.parsing.units import format_metric, metric_title, metric_unit
 from paceline.reports.html.runs import Event, RunRecord
 
 _WEIGHTS = ("model", "ema")
@@ -78,6 +78,11 @@ def _evaluated(runs: Sequence[RunRecord], metric: str) -> list[ChartLine]:
     return lines
 
 
+def _shown(metric: str, value: float) -> str:
+    """Format a value as the other commands do; the caption of the table has its unit."""
+    return format_metric(metric, value).removesuffix(" %")
+
+
 def _best(runs: Sequence[RunRecord]) -> Iterator[Block]:
     rows = []
     for run, weights in product(runs, _WEIGHTS):
@@ -89,9 +94,10 @@ def _best(runs: Sequence[RunRecord]) -> Iterator[Block]:
             is_higher = run.higher_is_better(metric)
             best: tuple[object, ...] = ("", "")  # if the records do not say whether higher is better
             if is_higher is not None:
-                best = itemgetter(metric, "step")((max if is_higher else min)(evaluated, key=itemgetter(metric)))
+                event = (max if is_higher else min)(evaluated, key=itemgetter(metric))
+                best = _shown(metric, event[metric]), event["step"]
             name = [run.name] * (len(runs) > 1)
-            rows.append((*name, f"{metric_title(metric)}, {weights}", evaluated[-1][metric], *best))
+            rows.append((*name, f"{metric_title(metric)}, {weights}", _shown(metric, evaluated[-1][metric]), *best))
     if rows:
         columns = (*["run"] * (len(runs) > 1), "metric, weights", "last", "best", "best after step")
         is_usual = all(run.headline == "top1_accuracy" for run in runs)
