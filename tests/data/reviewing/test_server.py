@@ -131,6 +131,12 @@ def test_names_are_text_and_pictures_are_made_anew(client: Client, photos: Path)
         assert client.ask(f"pictures/{number}")[0] in (400, 404), number
 
 
+def test_a_picture_that_would_fill_the_memory_is_not_decoded(client: Client, photos: Path) -> None:
+    Image.new("1", (12_000, 7_000)).save(photos / "cat/1.jpg", "PNG")
+    status, told = client.ask("pictures/0")
+    assert (status, json.loads(told)["error"]) == (415, "12000x7000 pixels are too many to show")
+
+
 def test_a_decision_is_in_the_plan_at_once(client: Client, server: ReviewServer) -> None:
     status, told = client.decide(1, "move", to=0)
     assert status == 200
