@@ -64,7 +64,7 @@ def near_duplicates(parts: Parts, split_of: Ids, first: Ids) -> Ids:
         queries, known = seen[split_of[seen] == split], seen[split_of[seen] < split]
         distance, other = _nearest(parts, queries, known, first, view)
         order = np.lexsort((other, distance))
-        distance, other = (np.take_along_axis(each, order, axis=1) for each in (distance, other))
+        distance, other = np.take_along_axis(distance, order, axis=1), np.take_along_axis(other, order, axis=1)
         found = np.isfinite(distance)
         pairs.append(np.stack([np.broadcast_to(queries[:, None], other.shape)[found], other[found]], axis=1))
     return np.concatenate(pairs)

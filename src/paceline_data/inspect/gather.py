@@ -300,7 +300,7 @@ def _run_worker(work: Work[Any], piece: range, connection: Connection, current: 
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     warnings.simplefilter("ignore")
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
     def note(item: int) -> None:
         current.value = item
@@ -311,7 +311,7 @@ def _run_worker(work: Work[Any], piece: range, connection: Connection, current: 
         connection.send((True, traceback.format_exc()))
 
 
-def _exit_with_parent() -> None:
+def exit_with_parent() -> None:
     """Exit when the parent process is gone, even if it was killed or this process hangs in a read."""
     first = multiprocessing.parent_process()
     assert first is not None

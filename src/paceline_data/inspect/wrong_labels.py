@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import logsumexp
 
 from paceline.command import Log
 from paceline.data.batch import Batch, tensors_in
@@ -61,7 +62,7 @@ class WrongLabel:
         given: Its class in the data.
         suggested: The most probable other class.
         score: Probability that the given class is wrong, by which labels are ranked.
-        probability: Calibrated probability of the suggested class.
+        probability: Calibrated probability of the suggested class; of a mistake, as the network gives it.
     """
 
     id: int
@@ -86,6 +87,7 @@ class WrongLabels:
         folds: Number of folds; None without.
         not_checked: Why labels, or those of a split, were not checked.
         is_supported: Whether the task has labels that can be checked.
+        mistakes: Other samples for which the network answers another class, the most confident answers first.
         pictures: Data URLs of the first ones found, as the network sees them, by split and id.
     """
 
@@ -97,6 +99,7 @@ class WrongLabels:
     folds: int | None = None
     not_checked: str = ""
     is_supported: bool = True
+    mistakes: tuple[WrongLabel, ...] = ()
     pictures: dict[tuple[Split, int], str]
 
     def to_json(self) -> dict[str, Any]:
@@ -190,9 +193,14 @@ def find_wrong_labels(
         (each for split, known in noise.items() for each in _named(split, parts[split], known, names)),
         key=lambda each: (-each.score, each.split, each.id),
     )
+    listed = {(each.split, each.id) for each in found}
+    mistakes = [
+        each for split in parts for each in _mistakes(split, parts[split], names) if (split, each.id) not in listed
+    ]
     return replace(
         result,
         found=tuple(found),
+        mistakes=tuple(sorted(mistakes, key=lambda each: -each.probability)),
         checked={split: len(parts[split].ids) for split in noise},
         agreement=agreement,
         findable={split: each.findable for split, each in noise.items()},
@@ -219,6 +227,22 @@ def _named(split: Split, part: _Predicted, noise: LabelNoise, names: Sequence[st
             suggested=names[noise.likely[at]],
             score=float(noise.wrong[at]),
             probability=float(noise.probability[at]),
+        )
+
+
+def _mistakes(split: Split, part: _Predicted, names: Sequence[str]) -> Iterator[WrongLabel]:
+    probabilities = np.exp(part.scores - logsumexp(part.scores, axis=1, keepdims=True))
+    answers = part.scores.argmax(axis=1)
+    for at in np.flatnonzero(answers != part.labels).tolist():
+        probability = float(probabilities[at, answers[at]])
+        yield WrongLabel(
+            id=int(part.ids[at]),
+            split=split,
+            sample=part.names[at],
+            given=names[part.labels[at]],
+            suggested=names[answers[at]],
+            score=float(1 - probabilities[at, part.labels[at]]),
+            probability=probability,
         )
 
 
