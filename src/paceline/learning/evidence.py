@@ -79,6 +79,8 @@ class LossFit:
         if self.figures["kind"] == "numbers":
             # Answers to unrelated targets may still go along with others: both follow the inputs' main directions.
             return certain and (share is None or share < 0.95 or self.score > 0.4)
+        if self.loss_share is None and self.of_classes and self.score + _Z * self.error < self.chance:
+            return True  # of a loss of the user, whose answers may be distances: the least one counts
         values = self.figures["labels" if self.of_classes else "values"]
         return certain or (share is not None and share < _LEARNED - 1 / math.sqrt(max(values, 1)) / 4)
 
@@ -188,6 +190,12 @@ class LearningEvidence:
         return self.moved < 1e-3 and early - late < max(0.01 * abs(early), statistics.pstdev(self.losses))
 
     @property
+    def has_learned_little(self) -> bool:
+        """Whether the held-out loss is hardly below that of a guess, after most of the run."""
+        share = None if self.held is None else self.held.loss_share
+        return share is not None and share > 0.75 and not self.is_early
+
+    @property
     def is_early(self) -> bool:
         """Whether less than half of the run is done."""
         total, done = self.plan.get("total_steps"), self.steps[-1]["step"] if self.steps else 0
@@ -279,15 +287,16 @@ def evidence_in(
 
 def _fit(losses: Mapping[str, Json]) -> LossFit | None:
     """Return the loss that tells most: of classes, then of answers, then of numbers."""
-    found = [each for each in losses.values() if each]
     order = ("classes", "answers", "numbers")
+    found = [each for each in losses.values() if each.get("kind") in order]
     return LossFit(figures=min(found, key=lambda each: order.index(each["kind"]))) if found else None
 
 
 def _pooled(parts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     """Return the figures of several steps together, weighed by their labels."""
-    names = dict.fromkeys(name for part in parts for name in part if part[name])
-    return {name: _mean([part[name] for part in parts if part.get(name)]) for name in names}
+    varied = [{name: each for name, each in part.items() if each and each["kind"] != "constant"} for part in parts]
+    names = dict.fromkeys(name for part in varied for name in part)
+    return {name: _mean([part[name] for part in varied if name in part]) for name in names}
 
 
 def _mean(figures: Sequence[Json]) -> Json:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.learning.evidence import LearningEvidence, read_evidence
+from paceline.learning.evidence import LearningEvidence, LossFit, read_evidence
 from paceline.records.run_directory import RunDirectory
 
 # More classes in each place than masks and labels of words have: a vocabulary.
 _TOKENS = 50
+_NUMBER_LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_AT_ZERO = ("gradient", "weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +178,58 @@ def one_output(evidence: LearningEvidence) -> str | None:
 
 
 @rule(
+    cause="the answers of the network stop where many targets go on",
+    fix="remove the activation at the network's end, or scale the targets into its range",
+)
+def answers_limited(evidence: LearningEvidence) -> str | None:
+    """A ReLU, sigmoid or tanh ends a network whose targets are other numbers."""
+    for name in _NUMBER_LOSSES:
+        found = [each for each in _of_loss(evidence, name) if each.get("target_low") is not None]
+        if len(found) < 3 or not all(each["low"] is not None and each["high"] is not None for each in found):
+            continue
+        low, high = min(each["low"] for each in found), max(each["high"] for each in found)
+        ends = sorted(each["high"] for each in found)[len(found) // 2], min(each["target_low"] for each in found)
+        mean, std = (_mean([each[key] for each in found]) for key in ("target_mean", "target_std"))
+        # In most steps a limit is reached, and never exceeded.
+        is_positive = low == 0 and sum(each["low"] == 0 for each in found) > len(found) / 2
+        is_within_one = low >= -1 and 0.98 < ends[0] <= high <= 1
+        if is_positive and mean - std < 0 and ends[1] < -0.2 * std:
+            return f"none is below 0, and targets reach {ends[1]:.3g}"
+        if is_within_one and mean + std > 1.2:
+            return f"none is above 1, and targets have a mean of {mean:.3g} and a standard deviation of {std:.3g}"
+    return None
+
+
+@rule(
+    cause="all targets are the same",
+    fix="look at how the data set makes its targets",
+)
+def constant_targets(evidence: LearningEvidence) -> str | None:
+    """There is nothing to learn."""
+    held = list(evidence.held_out.values())
+    steps = [found for each in evidence.observations for found in each.get("losses", {}).values()]
+    found = [each for each in (*steps, *held) if each]
+    if len(steps) < 3 or sum(each["groups"] for each in found) < 200:
+        return None
+    if all(each["kind"] == "classes" and each["majority"] == 1 for each in found):
+        return "one class in all observed samples"
+    values = {each["target_mean"] for each in found if each["kind"] == "constant"}
+    if len(values) == 1 and all(each["kind"] == "constant" for each in found):
+        return f"{values.pop():.3g} in all observed samples"
+    return None
+
+
+@rule(
+    cause="the loss has no gradient with respect to the network",
+    fix="compute it from the network's answers without detach(), argmax() or rounding",
+)
+def zero_gradients(evidence: LearningEvidence) -> str | None:
+    """No block has a gradient, in any observed step."""
+    norms = [block["gradient"] for each in evidence.full for block in each["blocks"].values()]
+    return f"it was 0 in {len(evidence.full)} observed steps" if len(evidence.full) > 1 and not any(norms) else None
+
+
+@rule(
     cause="layers ran in evaluation mode while the network was trained",
     fix="call the network's train() before each step, or do not call eval() in its code or in the loss",
 )
@@ -212,6 +266,19 @@ def never_updated(evidence: LearningEvidence) -> str | None:
 
 
 @rule(
+    cause="parts of the network begin at 0 and stay there, since no gradient reaches them",
+    fix="initialise them with random numbers; only the last layer of a residual branch may begin at 0",
+)
+def zero_weights(evidence: LearningEvidence) -> str | None:
+    """Layers of zeros on both sides of one another receive no gradient."""
+    first = evidence.full[0]["blocks"] if len(evidence.full) > 2 else {}
+    still = [
+        name for name in first if not any(one["blocks"].get(name, first)[k] for one in evidence.full for k in _AT_ZERO)
+    ]
+    return _some(still) if still else None
+
+
+@rule(
     cause="most of the network is frozen at random weights",
     fix="begin from pretrained weights (model.pretrained, model.initialize_from), or freeze less",
 )
@@ -222,7 +289,7 @@ def frozen_at_random(evidence: LearningEvidence) -> str | None:
     by_recipe = evidence.value("model.frozen") or evidence.value("model.adapters.rank")
     if share is None or share > 0.5 or has_source:
         return None
-    if not by_recipe and not evidence.in_trouble:
+    if not by_recipe and not evidence.in_trouble and not evidence.has_learned_little:
         return None  # own code may have loaded weights
     return f"{100 * share:.3g} % of its parameters are trained"
 
@@ -281,6 +348,20 @@ def classes_permuted(evidence: LearningEvidence) -> str | None:
 
 
 @rule(
+    cause="the held-out samples have other classes than the training samples",
+    fix="split the samples at random, not in the order of their classes",
+)
+def classes_disjoint(evidence: LearningEvidence) -> str | None:
+    """No held-out class is ever the answer."""
+    matrix, trained = evidence.matrix, evidence.trained
+    labels = {index for index, row in enumerate(matrix) if any(row)}
+    answers = {index for row in matrix for index, count in enumerate(row) if count}
+    if sum(map(sum, matrix)) < 50 or labels & answers or trained is None or not trained.is_above_chance:
+        return None
+    return f"none of the {len(labels)} held-out classes is among the {len(answers)} classes of its answers"
+
+
+@rule(
     cause="inputs are far from unit scale",
     fix="normalise them to a mean of 0 and a standard deviation of 1",
 )
@@ -301,6 +382,55 @@ def input_scale(evidence: LearningEvidence) -> str | None:
     if std <= 10 and abs(mean) <= 10 and std >= 0.03:
         return None
     return f"mean {mean:.3g}, standard deviation {std:.3g}"
+
+
+@rule(
+    cause="each step makes the training loss larger",
+    fix="look for a minus sign before the loss, or maximize=True in the optimizer",
+    troubled=True,
+)
+def loss_rises(evidence: LearningEvidence) -> str | None:
+    """The loss grows in small, regular steps: it is maximised."""
+    fits = [LossFit(figures=found) for each in evidence.full if (found := each.get("losses", {}).get("cross_entropy"))]
+    shares = [each.loss_share or 0.0 for each in fits]
+    updates = [block["update"] or 0.0 for each in evidence.full for block in each["blocks"].values()]
+    if len(shares) < 4 or max(updates) > 0.05 or shares[-1] < 1.5 or not shares[-4] < shares[-2] < shares[-1]:
+        return None
+    losses = [each.figures["loss"] for each in fits]
+    return (
+        f"from {losses[0]:.4g} to {losses[-1]:.4g}, and no step changed a part by more than {100 * max(updates):.2g} %"
+    )
+
+
+@rule(
+    cause="gradients are clipped to almost nothing",
+    fix="raise optimizer.clip_norm: 1 is usual",
+    troubled=True,
+)
+def clipped(evidence: LearningEvidence) -> str | None:
+    """The limit is far below the norm of the gradients."""
+    limit = evidence.value("optimizer.clip_norm")
+    norms = [math.hypot(*(block["gradient"] or 0.0 for block in each["blocks"].values())) for each in evidence.full]
+    if not isinstance(limit, int | float) or not norms or min(norms) < 1000 * limit:
+        return None
+    return f"to a norm of {limit:.2g}, and theirs was at least {min(norms):.2g}"
+
+
+@rule(cause="weight decay pulls the weights to 0", fix="lower it: 0.0001 to 0.1 is usual")
+def weight_decay(evidence: LearningEvidence) -> str | None:
+    """Each step takes more from the weights than it can give."""
+    if not (evidence.in_trouble or evidence.has_learned_little) or len(evidence.full) < 2:
+        return None
+    rates = [float(each["lr"]) for each in evidence.steps if each.get("lr") is not None]
+    decay, rate = evidence.value("optimizer.weight_decay"), max(rates, default=0.0)
+    if evidence.value("objects.optimizer") is None and isinstance(decay, int | float) and rate * decay > 0.02:
+        return f"each step takes {100 * rate * decay:.3g} % of them"
+    first, last = evidence.full[0]["blocks"], evidence.last["blocks"]
+    pairs = [(first[name]["weight"], last[name]["weight"]) for name in first if name in last]
+    shares = sorted(now / before for before, now in pairs if before and now is not None)
+    if not shares or shares[len(shares) // 2] > 0.1:
+        return None
+    return f"half of the parts have shrunk to {100 * shares[len(shares) // 2]:.2g} % of their size or less"
 
 
 @rule(
@@ -335,7 +465,7 @@ def rate_too_high(evidence: LearningEvidence) -> str | None:
 @rule(cause="the run is short", fix="train longer (train.duration)", troubled=True)
 def short_run(evidence: LearningEvidence) -> str | None:
     """Nothing can be expected of a few steps."""
-    total = evidence.last.get("step", 0)
+    total = 0 if evidence.warning else evidence.last.get("step", 0)
     return f"{total} steps" if 0 < total < 50 and evidence.moved < 0.5 else None
 
 
@@ -367,7 +497,7 @@ def vanishing(evidence: LearningEvidence) -> str | None:
             ratios.append(min(norms) / max(norms))
     if len(ratios) < 3 or sorted(ratios)[len(ratios) // 2] > 1e-6:
         return None
-    return f"those of one part are {max(ratios):.1g} times as large as those of another"
+    return f"those of one part are {sorted(ratios)[len(ratios) // 2]:.1g} times as large as those of another"
 
 
 @rule(
@@ -393,13 +523,17 @@ def constant_answers(evidence: LearningEvidence) -> str | None:
 @rule(
     cause="targets are far from unit scale",
     fix="divide them by their standard deviation after subtracting their mean",
-    troubled=True,
 )
 def target_scale(evidence: LearningEvidence) -> str | None:
     """A network begins with answers near 0 and takes many steps to reach large targets."""
-    fit = evidence.first_fit
+    fit, held = evidence.first_fit, evidence.held
     if fit is None or fit.figures["kind"] != "numbers":
         return None
+    if not evidence.in_trouble:
+        spreads = (0.0, 0.0) if held is None else (held.figures["answer_std"] or 0.0, held.figures["target_std"] or 0.0)
+        # The answers follow the targets, and are still far too small.
+        if not evidence.has_learned_little or held is None or held.score < 0.5 or spreads[0] > 0.1 * spreads[1]:
+            return None
     mean, std = fit.figures["target_mean"] or 0.0, fit.figures["target_std"] or 0.0
     if max(abs(mean), std) <= 20 and std > 1e-3:
         return None
@@ -484,6 +618,8 @@ def labels_unrelated(evidence: LearningEvidence) -> str | None:
     others = (
         *(softmax_twice, not_log_probabilities, one_output, evaluation_mode, without_gradient, never_updated),
         *(frozen_at_random, dropout, constant_inputs, classes_permuted, constant_answers, rate_too_low),
+        *(answers_limited, constant_targets, zero_gradients, zero_weights, classes_disjoint, loss_rises, clipped),
+        weight_decay,
         *(rate_too_high, dead_units, vanishing, input_scale, target_scale, inputs_differ, batch_statistics),
     )
     if not evidence.is_at_chance or any(each(evidence) for each in others) or not evidence.full:

@@ -271,11 +271,12 @@ def _figures(tensor: Tensor) -> Tensor:
 def _block(row: list[float]) -> dict[str, float | int | None]:
     """Return a block's entry in a record, from sums over its parameters."""
     gradient, weight, update, distance, count, has_moved = row
-    moved = math.sqrt(max(distance, 0) / max(weight, _SMALL)) if math.isfinite(distance) else math.nan
+    base = weight if weight > _SMALL else math.nan  # nothing can be said relative to 0
+    moved = math.sqrt(max(distance, 0) / base) if math.isfinite(distance) else math.nan
     return {
         "gradient": _short(math.sqrt(gradient)) if math.isfinite(gradient) else None,
         "weight": _short(math.sqrt(weight)) if math.isfinite(weight) else None,
-        "update": _short(math.sqrt(max(update, 0) / max(weight, _SMALL))) if math.isfinite(update) else None,
+        "update": _short(math.sqrt(max(update, 0) / base)) if math.isfinite(update) else None,
         "moved": _short(moved) if has_moved else 0.0,
         "parameters": round(count),
     }
