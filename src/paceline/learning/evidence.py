@@ -79,7 +79,7 @@ class LossFit:
         if self.figures["kind"] == "numbers":
             # Answers to unrelated targets may still go along with others: both follow the inputs' main directions.
             return certain and (share is None or share < 0.95 or self.score > 0.4)
-        if self.loss_share is None and self.of_classes and self.score + _Z * self.error < self.chance:
+        if self.loss_share is None and self.of_classes and self.score + _Z * self.error < self.chance / 2:
             return True  # of a loss of the user, whose answers may be distances: the least one counts
         values = self.figures["labels" if self.of_classes else "values"]
         return certain or (share is not None and share < _LEARNED - 1 / math.sqrt(max(values, 1)) / 4)
@@ -182,8 +182,9 @@ class LearningEvidence:
 
     @cached_property
     def is_stuck(self) -> bool:
-        """Whether weights and loss hardly move; only where it is unknown what the loss is given."""
-        if self.held is not None or self.trained is not None or len(self.losses) < 2 or not self.full:
+        """Whether weights and loss hardly move; only where it is unknown what a guess would cost."""
+        known = any(each is not None and each.loss_share is not None for each in (self.held, self.trained))
+        if known or len(self.losses) < 2 or not self.full:
             return False
         half = len(self.losses) // 2
         early, late = statistics.mean(self.losses[:half]), statistics.mean(self.losses[half:])

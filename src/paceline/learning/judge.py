@@ -191,7 +191,7 @@ def answers_limited(evidence: LearningEvidence) -> str | None:
         ends = sorted(each["high"] for each in found)[len(found) // 2], min(each["target_low"] for each in found)
         mean, std = (_mean([each[key] for each in found]) for key in ("target_mean", "target_std"))
         # In most steps a limit is reached, and never exceeded.
-        is_positive = low == 0 and sum(each["low"] == 0 for each in found) > len(found) / 2
+        is_positive = low >= 0 and sum(each["low"] < 1e-3 * std for each in found) > len(found) / 2
         is_within_one = low >= -1 and 0.98 < ends[0] <= high <= 1
         if is_positive and mean - std < 0 and ends[1] < -0.2 * std:
             return f"none is below 0, and targets reach {ends[1]:.3g}"
@@ -609,6 +609,20 @@ def labels_partly_wrong(evidence: LearningEvidence) -> str | None:
 
 
 @rule(
+    cause="your loss falls, and the answers do not become better",
+    fix="check that it compares the answers with the targets",
+    troubled=True,
+)
+def loss_ignores_targets(evidence: LearningEvidence) -> str | None:
+    """Another loss than torch's is minimised without the targets."""
+    late, losses = evidence.trained, evidence.losses
+    if late is None or late.loss_share is not None or late.is_above_chance or len(losses) < 4:
+        return None
+    # By guessing, a loss may fall too, from that of the first random answers.
+    return f"from {losses[0]:.4g} to {losses[-1]:.4g}, with {late}" if losses[-1] < 0.3 * losses[0] else None
+
+
+@rule(
     cause="the labels look unrelated to the inputs",
     fix="check that each label belongs to its input: look at the first batch in the report",
     troubled=True,
@@ -619,6 +633,7 @@ def labels_unrelated(evidence: LearningEvidence) -> str | None:
         *(softmax_twice, not_log_probabilities, one_output, evaluation_mode, without_gradient, never_updated),
         *(frozen_at_random, dropout, constant_inputs, classes_permuted, constant_answers, rate_too_low),
         *(answers_limited, constant_targets, zero_gradients, zero_weights, classes_disjoint, loss_rises, clipped),
+        loss_ignores_targets,
         weight_decay,
         *(rate_too_high, dead_units, vanishing, input_scale, target_scale, inputs_differ, batch_statistics),
     )
@@ -660,7 +675,7 @@ def overfitted(evidence: LearningEvidence) -> str | None:
 
 def _of_loss(evidence: LearningEvidence, name: str) -> list[Mapping[str, Any]]:
     found = [each["losses"].get(name) for each in evidence.observations if each.get("losses")]
-    return [each for each in found if each]
+    return [each for each in found if each and each["kind"] != "constant"]
 
 
 def _within(figures: Mapping[str, Any], low: float, high: float) -> bool:

@@ -97,7 +97,8 @@ class LossWatcher(TorchFunctionMode):
         if name in _OF_CLASSES or name in _OF_ANSWERS or name in _OF_NUMBERS:
             # What it cannot understand says nothing about the run.
             with contextlib.suppress(Exception):
-                self._note(name, result, *_pair(args, given), given)
+                options = {**given, "weight": args[2]} if len(args) > 2 else given
+                self._note(name, result, *_pair(args, given), options)
         return result
 
     def note_own(self, answer: Any, target: Any) -> None:
@@ -124,6 +125,8 @@ class LossWatcher(TorchFunctionMode):
             width, sums = _of_classes(name, answer, target, options)
         else:
             width, sums = _of_numbers(answer, target)
+            is_weighted = options.get("weight") is not None or options.get("pos_weight") is not None
+            loss = loss * math.nan if is_weighted else loss  # not to be compared with a guess
         reduction = options.get("reduction", "mean")
         count = sums["counts"].sum() if is_of_classes else sums["sums"][0].sum()
         total = loss.double().sum() * (count if reduction == "mean" else 1)
@@ -219,7 +222,11 @@ def _of_classes(name: str, answer: Tensor, target: Tensor, options: Mapping[str,
         kept = torch.where(valid, target, 0).reshape(-1)
         counts.scatter_add_(0, kept, valid.reshape(-1).double())
     right = (rows.argmax(dim=-1) == target) & valid
-    per_group = [each.reshape(len(rows), -1).sum(dim=1).double() for each in (valid, right)]
+    weighted = [valid.double(), right.double()]
+    if (weight := options.get("weight")) is not None:  # a guess and the answers count as much as in the loss
+        counts = counts * weight.double()
+        weighted = [each * weight.double()[target.clamp(0, classes - 1)] for each in weighted]
+    per_group = [each.reshape(len(rows), -1).sum(dim=1) for each in weighted]
     labels, hits = per_group
     used = (labels > 0).sum().double()
     bins = torch.zeros(2 * BINS, dtype=torch.float64, device=answer.device)
