@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunDirectoryError
+from paceline.recipe.load import OWN_LOOP
 from paceline.records.reader import read_events, read_json, read_plan, read_recipe
 from paceline.records.run_directory import RunDirectory
 
@@ -189,6 +190,11 @@ class LearningEvidence:
         half = len(self.losses) // 2
         early, late = statistics.mean(self.losses[:half]), statistics.mean(self.losses[half:])
         return self.moved < 1e-3 and early - late < max(0.01 * abs(early), statistics.pstdev(self.losses))
+
+    @property
+    def may_be_intended(self) -> bool:
+        """Whether the program's own loop decides what to train, and how, and the outcome is not bad."""
+        return self.recipe.get("task") == OWN_LOOP and not self.in_trouble
 
     @property
     def has_learned_little(self) -> bool:

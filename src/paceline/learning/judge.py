@@ -226,7 +226,8 @@ def constant_targets(evidence: LearningEvidence) -> str | None:
 def zero_gradients(evidence: LearningEvidence) -> str | None:
     """No block has a gradient, in any observed step."""
     norms = [block["gradient"] for each in evidence.full for block in each["blocks"].values()]
-    return f"it was 0 in {len(evidence.full)} observed steps" if len(evidence.full) > 1 and not any(norms) else None
+    is_known = len(evidence.full) > 1 and all(each == 0 for each in norms)
+    return f"it was 0 in {len(evidence.full)} observed steps" if is_known else None
 
 
 @rule(
@@ -235,7 +236,7 @@ def zero_gradients(evidence: LearningEvidence) -> str | None:
 )
 def evaluation_mode(evidence: LearningEvidence) -> str | None:
     """Dropout is off, or BatchNorm uses statistics that training never updates."""
-    names = _always(evidence, "evaluating")
+    names = [] if evidence.may_be_intended else _always(evidence, "evaluating")
     return f"{_some(names)} in each observed step" if names else None
 
 
@@ -245,14 +246,14 @@ def evaluation_mode(evidence: LearningEvidence) -> str | None:
 )
 def without_gradient(evidence: LearningEvidence) -> str | None:
     """Trainable parameters take no part in the loss."""
-    names = _always(evidence, "without_gradient")
+    names = [] if evidence.may_be_intended else _always(evidence, "without_gradient")
     return _some(names) if names and len(evidence.full) > 1 else None
 
 
 @rule(cause="parts of the network never change", fix="give the optimizer all parameters of the network")
 def never_updated(evidence: LearningEvidence) -> str | None:
     """Trainable parameters have a gradient and do not move."""
-    if len(evidence.full) < 3 or evidence.plan.get("unfreeze_steps"):
+    if len(evidence.full) < 3 or evidence.plan.get("unfreeze_steps") or evidence.may_be_intended:
         return None
     if evidence.moved < 0.001:
         return None  # rather a rate that is far too low
@@ -271,10 +272,10 @@ def never_updated(evidence: LearningEvidence) -> str | None:
 )
 def zero_weights(evidence: LearningEvidence) -> str | None:
     """Layers of zeros on both sides of one another receive no gradient."""
-    first = evidence.full[0]["blocks"] if len(evidence.full) > 2 else {}
-    still = [
-        name for name in first if not any(one["blocks"].get(name, first)[k] for one in evidence.full for k in _AT_ZERO)
-    ]
+    if len(evidence.full) < 3:
+        return None
+    steps = [each["blocks"] for each in evidence.full]
+    still = [name for name in steps[0] if all(one.get(name, {}).get(k) == 0 for one in steps for k in _AT_ZERO)]
     return _some(still) if still else None
 
 
@@ -301,7 +302,7 @@ def frozen_at_random(evidence: LearningEvidence) -> str | None:
 def called_twice(evidence: LearningEvidence) -> str | None:
     """Each step computes the same answer twice."""
     calls = [each.get("same_calls", 0) for each in evidence.full]
-    return f"{1 + min(calls)} times" if calls and min(calls) > 0 else None
+    return f"{1 + min(calls)} times" if calls and min(calls) > 0 and not evidence.may_be_intended else None
 
 
 @rule(cause="dropout is very high", fix="lower it: 0.1 to 0.5 is usual")

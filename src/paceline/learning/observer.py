@@ -143,7 +143,8 @@ class NetworkObserver:
             has_moved[used] = np.logical_or.reduceat(after != first, begins[used])
         has_gradient = seen.get("has_gradient", [False] * len(self._named))
         norms = iter(seen["gradients"].tolist() if "gradients" in seen else [])
-        gradients = [next(norms, 0.0) if has else 0.0 for has in has_gradient]
+        unknown = 0.0 if "has_gradient" in seen else math.nan  # no optimizer took a step
+        gradients = [next(norms, 0.0) if has else unknown for has in has_gradient]
         blocks: dict[str, NDArray[np.float64]] = {}
         for index, (_, each) in enumerate(self._named):
             if each.requires_grad and sizes[index]:
@@ -151,7 +152,7 @@ class NetworkObserver:
                 block = self._blocks[index]
                 blocks[block] = blocks[block] + row if block in blocks else row
         named = list(zip(self._named, counts.tolist(), has_gradient, strict=True))
-        idle = [name for (name, each), _, has in named if each.requires_grad and not has]
+        idle = [name for (name, each), _, has in named if each.requires_grad and not has and "has_gradient" in seen]
         return {
             "blocks": {name: _block(row.tolist()) for name, row in blocks.items()},
             "trained": sum(count for (_, each), count, _ in named if each.requires_grad),
