@@ -87,7 +87,7 @@ class LossWatcher(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._pending: Pending = []
-        self._seen: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []
+        self._seen: list[tuple[str, weakref.ref[Tensor], weakref.ref[Tensor]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a call, and keep the sums of a loss function."""
@@ -113,9 +113,9 @@ class LossWatcher(TorchFunctionMode):
             self._note(_OWN_CLASSES if has_classes else _OWN_NUMBERS, unknown, answer, target, {})
 
     def _note(self, name: str, loss: Tensor, answer: Tensor, target: Tensor, options: Mapping[str, Any]) -> None:
-        if any(one() is answer and other() is target for one, other in self._seen):
+        if any(each == name and one() is answer and other() is target for each, one, other in self._seen):
             return  # the loss of each sample, after their mean
-        self._seen.append((weakref.ref(answer), weakref.ref(target)))
+        self._seen.append((name, weakref.ref(answer), weakref.ref(target)))
         with torch.no_grad(), torch.autocast(answer.device.type, enabled=False):
             self._take(name, loss.detach(), answer.detach(), target.detach(), options)
 
