@@ -187,8 +187,8 @@ def sums_of(pending: Pending) -> Parts:
     for name, width, smoothing, tensors in pending:
         values = {key: each.cpu().numpy() for key, each in tensors.items()}
         names = ("low", "high", "off_one", "target_low", "target_high")
-        extremes = dict(zip(names, values.pop("range").tolist(), strict=False))
-        found = _Sums(width=width, smoothing=smoothing, **extremes, **values)
+        extremes: dict[str, float] = dict(zip(names, values.pop("range").tolist(), strict=False))
+        found = replace(_Sums(width=width, smoothing=smoothing, **values), **extremes)
         parts.append({name: found})
     return merged(parts)
 

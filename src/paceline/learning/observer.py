@@ -102,7 +102,9 @@ class NetworkObserver:
             self._seen["gradients"] = torch.stack(norms).float()
         # Rows of an embedding that no token has used have no gradient either.
         matrices = [
-            name for name, each in gradients.items() if each.ndim > 1 and each.numel() and name not in self._embeddings
+            name
+            for name, each in gradients.items()
+            if each.ndim > 1 and each.numel() and name not in self._embeddings and each.layout is torch.strided
         ]
         if matrices:
             largest = [torch.linalg.vector_norm(gradients[name].flatten(1), dim=1) for name in matrices]

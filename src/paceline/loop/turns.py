@@ -420,8 +420,9 @@ class Turns:
         run, progress, split = self.run, self.run.progress, evaluation.split
         run.recorder.write(evaluation)
         if details := self._observed.pop(split, None):
-            here = {"step": evaluation.step, "position": evaluation.position}
-            run.recorder.write(ObservationEvent(**here, split=split, details=details))
+            run.recorder.write(
+                ObservationEvent(step=evaluation.step, position=evaluation.position, split=split, details=details)
+            )
         prefix = "" if split == "validation" else f"{split}_"
         named = {f"{prefix}{key}": value for key, value in found.items()}
         results = {"model": progress.last.get("model", {}) | named}
