@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.learning.evidence import LearningEvidence, LossFit, read_evidence
+from paceline.learning.evidence import LearningEvidence, read_evidence
 from paceline.records.run_directory import RunDirectory
 
 # More classes in each place than masks and labels of words have: a vocabulary.
@@ -392,15 +392,14 @@ def input_scale(evidence: LearningEvidence) -> str | None:
 )
 def loss_rises(evidence: LearningEvidence) -> str | None:
     """The loss grows in small, regular steps: it is maximised."""
-    fits = [LossFit(figures=found) for each in evidence.full if (found := each.get("losses", {}).get("cross_entropy"))]
-    shares = [each.loss_share or 0.0 for each in fits]
+    losses = [found["loss"] for each in evidence.full if (found := each.get("losses", {}).get("cross_entropy"))]
     updates = [block["update"] or 0.0 for each in evidence.full for block in each["blocks"].values()]
-    if len(shares) < 4 or max(updates) > 0.05 or shares[-1] < 1.5 or not shares[-4] < shares[-2] < shares[-1]:
+    if len(losses) < 4 or max(updates) > 0.05 or evidence.moved < 0.01:
         return None
-    losses = [each.figures["loss"] for each in fits]
-    return (
-        f"from {losses[0]:.4g} to {losses[-1]:.4g}, and no step changed a part by more than {100 * max(updates):.2g} %"
-    )
+    if losses[-1] < 1.5 * losses[0] or not losses[-4] < losses[-2] < losses[-1]:
+        return None
+    most = f"{100 * max(updates):.2g} %"
+    return f"from {losses[0]:.4g} to {losses[-1]:.4g}, and no step changed a part by more than {most}"
 
 
 @rule(

@@ -186,9 +186,18 @@ def sums_of(pending: Pending) -> Parts:
     parts = []
     for name, width, smoothing, tensors in pending:
         values = {key: each.cpu().numpy() for key, each in tensors.items()}
-        names = ("low", "high", "off_one", "target_low", "target_high")
-        extremes: dict[str, float] = dict(zip(names, values.pop("range").tolist(), strict=False))
-        found = replace(_Sums(width=width, smoothing=smoothing, **values), **extremes)
+        low, high, off_one, *targets = values.pop("range").tolist()
+        target_low, target_high = targets or (math.inf, -math.inf)
+        found = _Sums(
+            width=width,
+            low=low,
+            high=high,
+            off_one=off_one,
+            target_low=target_low,
+            target_high=target_high,
+            smoothing=smoothing,
+            **values,
+        )
         parts.append({name: found})
     return merged(parts)
 
