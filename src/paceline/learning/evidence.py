@@ -213,6 +213,21 @@ class LearningEvidence:
         """Whether something is wrong with the outcome; too early in a run nothing is."""
         return bool(self.warning) or (not self.is_early and (self.is_at_chance or self.is_flat or self.is_stuck))
 
+    @property
+    def outcome(self) -> str:
+        """The outcome if it is bad, as a sentence without its end; empty otherwise."""
+        held, trained = self.held, self.trained
+        if not self.in_trouble:
+            return ""
+        if self.warning:
+            said = self.warning.partition(";")[0].rstrip(".")
+            return said[:1].upper() + said[1:]
+        if self.is_at_chance and held is not None:
+            return f"No better than chance on held-out samples, with {held}"
+        if self.is_flat and trained is not None:
+            return f"The training loss has not fallen below that of a guess, with {trained}"
+        return f"The training loss has not clearly fallen, from {self.losses[0]:.4g} to {self.losses[-1]:.4g}"
+
     @cached_property
     def largest_update(self) -> float:
         """The largest update of an observed step, relative to the weights; the median over blocks."""

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.learning.evidence import LearningEvidence, read_evidence
+from paceline.learning.figures import (
+    accuracy_name,
+    dead_rows,
+    errors_are_uniform,
+    falls_behind,
+    figures_of,
+    gradients_flow,
+    ignores_input,
+    in_each_step,
+    is_within,
+    mean_of,
+    shortened,
+    trained_share,
+)
 from paceline.records.run_directory import RunDirectory
 
 # More classes in each place than masks and labels of words have: a vocabulary.
@@ -84,23 +98,9 @@ def judge(evidence: LearningEvidence) -> Judgement:
         return Judgement()  # nothing can be learned from random labels, and it is not meant to be
     try:
         findings = [found for each in RULES if (found := each(evidence)) is not None]
-        return Judgement(outcome=_outcome(evidence), findings=tuple(findings))
+        return Judgement(outcome=evidence.outcome, findings=tuple(findings))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return Judgement()  # damaged records, which the page or command that shows them reports
-
-
-def _outcome(evidence: LearningEvidence) -> str:
-    held, trained = evidence.held, evidence.trained
-    if not evidence.in_trouble:
-        return ""
-    if evidence.warning:
-        said = evidence.warning.partition(";")[0].rstrip(".")
-        return said[:1].upper() + said[1:]
-    if evidence.is_at_chance and held is not None:
-        return f"No better than chance on held-out samples, with {held}"
-    if evidence.is_flat and trained is not None:
-        return f"The training loss has not fallen below that of a guess, with {trained}"
-    return f"The training loss has not clearly fallen, from {evidence.losses[0]:.4g} to {evidence.losses[-1]:.4g}"
 
 
 Rule = Callable[[LearningEvidence], LearningFault | None]
@@ -141,8 +141,8 @@ def rule(*, cause: str, fix: str, troubled: bool = False) -> Callable[[Callable[
 def softmax_twice(evidence: LearningEvidence) -> str | None:
     """The loss receives numbers that are probabilities already."""
     for name in ("cross_entropy", "binary_cross_entropy_with_logits"):
-        found = _of_loss(evidence, name)
-        if len(found) < 2 or not all(_within(each, 0, 1) for each in found):
+        found = figures_of(evidence, name)
+        if len(found) < 2 or not all(is_within(each, 0, 1) for each in found):
             continue
         if name == "cross_entropy" and not all((each["off_one"] or 0) < 0.02 for each in found):
             continue
@@ -161,7 +161,7 @@ def softmax_twice(evidence: LearningEvidence) -> str | None:
 )
 def not_log_probabilities(evidence: LearningEvidence) -> str | None:
     """`nll_loss` receives something else than log-probabilities."""
-    found = _of_loss(evidence, "nll_loss")
+    found = figures_of(evidence, "nll_loss")
     if found and all(each["off_one"] is None or each["off_one"] > 0.1 for each in found):
         return "the probabilities of a sample do not add up to 1"
     return None
@@ -173,7 +173,7 @@ def not_log_probabilities(evidence: LearningEvidence) -> str | None:
 )
 def one_output(evidence: LearningEvidence) -> str | None:
     """Cross-entropy over one class has no gradient."""
-    found = _of_loss(evidence, "cross_entropy")
+    found = figures_of(evidence, "cross_entropy")
     return "the network has one output" if found and all(each["classes"] == 1 for each in found) else None
 
 
@@ -184,12 +184,12 @@ def one_output(evidence: LearningEvidence) -> str | None:
 def answers_limited(evidence: LearningEvidence) -> str | None:
     """A ReLU, sigmoid or tanh ends a network whose targets are other numbers."""
     for name in _NUMBER_LOSSES:
-        found = [each for each in _of_loss(evidence, name) if each.get("target_low") is not None]
+        found = [each for each in figures_of(evidence, name) if each.get("target_low") is not None]
         if len(found) < 3 or not all(each["low"] is not None and each["high"] is not None for each in found):
             continue
         low, high = min(each["low"] for each in found), max(each["high"] for each in found)
         ends = sorted(each["high"] for each in found)[len(found) // 2], min(each["target_low"] for each in found)
-        mean, std = (_mean([each[key] for each in found]) for key in ("target_mean", "target_std"))
+        mean, std = (mean_of([each[key] for each in found]) for key in ("target_mean", "target_std"))
         # In most steps a limit is reached, and never exceeded.
         is_positive = low >= 0 and sum(each["low"] < 1e-3 * std for each in found) > len(found) / 2
         is_within_one = low >= -1 and 0.98 < ends[0] <= high <= 1
@@ -236,8 +236,8 @@ def zero_gradients(evidence: LearningEvidence) -> str | None:
 )
 def evaluation_mode(evidence: LearningEvidence) -> str | None:
     """Dropout is off, or BatchNorm uses statistics that training never updates."""
-    names = [] if evidence.may_be_intended else _always(evidence, "evaluating")
-    return f"{_some(names)} in each observed step" if names else None
+    names = [] if evidence.may_be_intended else in_each_step(evidence, "evaluating")
+    return f"{shortened(names)} in each observed step" if names else None
 
 
 @rule(
@@ -246,8 +246,8 @@ def evaluation_mode(evidence: LearningEvidence) -> str | None:
 )
 def without_gradient(evidence: LearningEvidence) -> str | None:
     """Trainable parameters take no part in the loss."""
-    names = [] if evidence.may_be_intended else _always(evidence, "without_gradient")
-    return _some(names) if names and len(evidence.full) > 1 else None
+    names = [] if evidence.may_be_intended else in_each_step(evidence, "without_gradient")
+    return shortened(names) if names and len(evidence.full) > 1 else None
 
 
 @rule(cause="parts of the network never change", fix="give the optimizer all parameters of the network")
@@ -263,7 +263,7 @@ def never_updated(evidence: LearningEvidence) -> str | None:
         if all((one["blocks"].get(name) or each)["moved"] == 0 for one in evidence.full)
         and any((one["blocks"].get(name) or each)["gradient"] for one in evidence.full)
     ]
-    return f"{_some(still)}: no weight has changed since the first step" if still else None
+    return f"{shortened(still)}: no weight has changed since the first step" if still else None
 
 
 @rule(
@@ -276,7 +276,7 @@ def zero_weights(evidence: LearningEvidence) -> str | None:
         return None
     steps = [each["blocks"] for each in evidence.full]
     still = [name for name in steps[0] if all(one.get(name, {}).get(k) == 0 for one in steps for k in _AT_ZERO)]
-    return _some(still) if still else None
+    return shortened(still) if still else None
 
 
 @rule(
@@ -285,7 +285,7 @@ def zero_weights(evidence: LearningEvidence) -> str | None:
 )
 def frozen_at_random(evidence: LearningEvidence) -> str | None:
     """The frozen parameters were never trained."""
-    share = _trained_share(evidence)
+    share = trained_share(evidence)
     has_source = evidence.value("model.pretrained") or evidence.value("model.initialize_from")
     by_recipe = evidence.value("model.frozen") or evidence.value("model.adapters.rank")
     if share is None or share > 0.5 or has_source:
@@ -440,7 +440,7 @@ def weight_decay(evidence: LearningEvidence) -> str | None:
 )
 def rate_too_low(evidence: LearningEvidence) -> str | None:
     """The weights hardly move."""
-    if len(evidence.full) < 2 or not evidence.full[0].get("blocks") or not _gradients_flow(evidence):
+    if len(evidence.full) < 2 or not evidence.full[0].get("blocks") or not gradients_flow(evidence):
         return None
     if evidence.moved >= 0.01 or evidence.largest_update >= 3e-5 * max(1, 1000 / evidence.last["step"]) ** 0.5:
         return None
@@ -472,8 +472,8 @@ def short_run(evidence: LearningEvidence) -> str | None:
 @rule(cause="units of the network are dead", fix="lower the learning rate, or use another activation", troubled=True)
 def dead_units(evidence: LearningEvidence) -> str | None:
     """Units whose output is always 0 receive no gradient."""
-    found = _dead(evidence)
-    if not found or _ignores_input(evidence):
+    found = dead_rows(evidence)
+    if not found or ignores_input(evidence):
         return None
     name = max(found, key=lambda each: found[each])
     return f"{100 * found[name]:.3g} % of the rows of {name} had a gradient of 0 in each late observed step"
@@ -548,9 +548,9 @@ def inputs_differ(evidence: LearningEvidence) -> str | None:
     """The network sees other numbers in evaluation than in training."""
     late = [each["inputs"] for each in evidence.full if each.get("inputs")]
     held = evidence.evaluations[-1] if evidence.evaluations else {}
-    if not late or held.get("input_std") is None or not _falls_behind(evidence):
+    if not late or held.get("input_std") is None or not falls_behind(evidence):
         return None
-    mean, std = (_mean([each[key] for each in late]) for key in ("mean", "std"))
+    mean, std = (mean_of([each[key] for each in late]) for key in ("mean", "std"))
     other_mean, other_std = held["input_mean"], held["input_std"]
     shift, ratio = abs(other_mean - mean) / max(std, other_std, 1e-12), other_std / max(std, 1e-12)
     if shift < 0.5 and 0.6 < ratio < 1.7:
@@ -567,7 +567,7 @@ def inputs_differ(evidence: LearningEvidence) -> str | None:
 def batch_statistics(evidence: LearningEvidence) -> str | None:
     """Evaluation uses other statistics than training."""
     figures = evidence.last.get("statistics")
-    if not figures or evidence.last["step"] < 40 or not _falls_behind(evidence):
+    if not figures or evidence.last["step"] < 40 or not falls_behind(evidence):
         return None
     if (figures["shift"] or 0) < 1 and abs(figures["ratio"] or 0) < 1.5:
         return None
@@ -596,7 +596,7 @@ def labels_partly_wrong(evidence: LearningEvidence) -> str | None:
             break
         top, hits = top + count, hits + right
     rest, rest_hits = sum(each[0] for each in bins) - top, sum(each[1] for each in bins) - hits
-    if not top or not _errors_are_uniform(evidence):
+    if not top or not errors_are_uniform(evidence):
         return None
     sure, other = hits / top, rest_hits / rest if rest else hits / top
     error = math.sqrt(max(sure * (1 - sure), 1e-3) / top)
@@ -616,7 +616,7 @@ def labels_partly_wrong(evidence: LearningEvidence) -> str | None:
 def loss_ignores_targets(evidence: LearningEvidence) -> str | None:
     """Another loss than torch's is minimised without the targets."""
     late, losses = evidence.trained, evidence.losses
-    if late is None or late.loss_share is not None or late.is_above_chance or len(losses) < 4:
+    if late is None or late.figures["loss"] is not None or late.is_above_chance or len(losses) < 4:
         return None
     # By guessing, a loss may fall too, from that of the first random answers.
     return f"from {losses[0]:.4g} to {losses[-1]:.4g}, with {late}" if losses[-1] < 0.3 * losses[0] else None
@@ -660,7 +660,7 @@ def labels_unrelated(evidence: LearningEvidence) -> str | None:
 def overfitted(evidence: LearningEvidence) -> str | None:
     """The held-out score has fallen well below its best while the training loss fell."""
     held, trained = evidence.held, evidence.trained
-    name = _headline(evidence)
+    name = accuracy_name(evidence)
     if held is None or trained is None or name is None or not held.of_classes:
         return None
     scores = [float(each[name]) / 100 for each in evidence.evaluations if each.get(name) is not None]
@@ -668,102 +668,3 @@ def overfitted(evidence: LearningEvidence) -> str | None:
         return None
     best = max(range(len(scores)), key=lambda index: scores[index])
     return f"{100 * scores[best]:.3g} % at step {evidence.evaluations[best]['step']}, {100 * scores[-1]:.3g} % now"
-
-
-# Figures that several rules use
-
-
-def _of_loss(evidence: LearningEvidence, name: str) -> list[Mapping[str, Any]]:
-    found = [each["losses"].get(name) for each in evidence.observations if each.get("losses")]
-    return [each for each in found if each and each["kind"] != "constant"]
-
-
-def _within(figures: Mapping[str, Any], low: float, high: float) -> bool:
-    return figures["low"] is not None and figures["low"] >= low and figures["high"] <= high
-
-
-def _always(evidence: LearningEvidence, key: str) -> list[str]:
-    """Return the names that each observed step has."""
-    lists = [set(each.get(key) or ()) for each in evidence.full]
-    return sorted(set.intersection(*lists)) if lists else []
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - 2
-    return ", ".join(names[:2]) + (f" and {more} more" if more > 0 else "")
-
-
-def _trained_share(evidence: LearningEvidence) -> float | None:
-    shares = [each["trained"] / each["parameters"] for each in evidence.full if each.get("parameters")]
-    return max(shares, default=None)
-
-
-def _late(evidence: LearningEvidence) -> list[Mapping[str, Any]]:
-    return list(evidence.full[-2:])
-
-
-def _dead(evidence: LearningEvidence) -> dict[str, float]:
-    late = _late(evidence)
-    if len(evidence.full) < 3:
-        return {}
-    names = set.intersection(*({n for n, share in each["zero_rows"].items() if share >= 0.9} for each in late))
-    return {name: min(each["zero_rows"][name] for each in late) for name in names}
-
-
-def _ignores_input(evidence: LearningEvidence) -> bool:
-    """Whether only the first layer has no gradient, as if its input were always 0: a dead layer stops its successor."""
-    found, outputs = _dead(evidence), evidence.last.get("outputs") or {}
-    return (
-        len(found) == 1
-        and min(found.values()) == 1
-        and outputs.get("between") is not None
-        and outputs["between"] < 1e-6
-    )
-
-
-def _gradients_flow(evidence: LearningEvidence) -> bool:
-    return any((each["gradient"] or 0) > 0 for each in evidence.last["blocks"].values())
-
-
-def _falls_behind(evidence: LearningEvidence) -> bool:
-    """Whether the held-out score is far below the training score."""
-    held, trained = evidence.held, evidence.trained
-    if held is None or trained is None:
-        return False
-    return held.score + 3 * held.error + 0.1 < trained.score - 3 * trained.error or (
-        evidence.is_at_chance and trained.is_above_chance
-    )
-
-
-def _errors_are_uniform(evidence: LearningEvidence) -> bool:
-    """Whether wrong answers are spread evenly over the other classes, as far as chance allows."""
-    if len(evidence.matrix) < 3:
-        return True
-    excess, freedom = 0.0, 0
-    for expected, count in _cells(evidence.matrix):
-        excess += (count - expected) ** 2 / max(expected, 1e-9)
-        freedom += 1
-    freedom -= len(evidence.matrix)
-    # The mean and spread of chi-squared.
-    return freedom > 0 and excess < freedom + 4 * math.sqrt(2 * freedom) + 0.3 * freedom
-
-
-def _cells(matrix: Sequence[Sequence[int]]) -> Iterator[tuple[float, int]]:
-    """Yield the expected and the actual number of each kind of mistake."""
-    columns = [sum(row[index] for row in matrix) - matrix[index][index] for index in range(len(matrix))]
-    for label, row in enumerate(matrix):
-        wrong = sum(row) - row[label]
-        others = sum(each for index, each in enumerate(columns) if index != label)
-        for index, count in enumerate(row):
-            if index != label and wrong:
-                yield wrong * columns[index] / max(others, 1), count
-
-
-def _headline(evidence: LearningEvidence) -> str | None:
-    name = evidence.plan.get("headline", "top1_accuracy")
-    return name if evidence.evaluations and str(name).endswith("accuracy") else None
-
-
-def _mean(values: Sequence[float | None]) -> float:
-    known = [each for each in values if each is not None]
-    return sum(known) / len(known) if known else 0.0
