@@ -423,7 +423,12 @@ def weight_decay(evidence: LearningEvidence) -> str | None:
         return None
     rates = [float(each["lr"]) for each in evidence.steps if each.get("lr") is not None]
     decay, rate = evidence.value("optimizer.weight_decay"), max(rates, default=0.0)
-    if evidence.value("objects.optimizer") is None and isinstance(decay, int | float) and rate * decay > 0.02:
+    if (
+        evidence.value("objects.optimizer") is None
+        and isinstance(decay, int | float)
+        and decay > 0.5
+        and rate * decay > 0.02
+    ):
         return f"each step takes {100 * rate * decay:.3g} % of them"
     first, last = evidence.full[0]["blocks"], evidence.last["blocks"]
     pairs = [(first[name]["weight"], last[name]["weight"]) for name in first if name in last]
