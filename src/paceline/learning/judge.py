@@ -394,9 +394,8 @@ def loss_rises(evidence: LearningEvidence) -> str | None:
     """The loss grows in small, regular steps: it is maximised."""
     losses = [found["loss"] for each in evidence.full if (found := each.get("losses", {}).get("cross_entropy"))]
     updates = [block["update"] or 0.0 for each in evidence.full for block in each["blocks"].values()]
-    if len(losses) < 4 or max(updates) > 0.05 or evidence.moved < 0.01:
-        return None
-    if losses[-1] < 1.5 * losses[0] or not losses[-4] < losses[-2] < losses[-1]:
+    is_steady = len(losses) >= 4 and max(updates) <= 0.05 and evidence.moved >= 0.01
+    if not is_steady or losses[-1] < 1.5 * losses[0] or not losses[-4] < losses[-2] < losses[-1]:
         return None
     most = f"{100 * max(updates):.2g} %"
     return f"from {losses[0]:.4g} to {losses[-1]:.4g}, and no step changed a part by more than {most}"
@@ -421,14 +420,9 @@ def weight_decay(evidence: LearningEvidence) -> str | None:
     """Each step takes more from the weights than it can give."""
     if not (evidence.in_trouble or evidence.has_learned_little) or len(evidence.full) < 2:
         return None
-    rates = [float(each["lr"]) for each in evidence.steps if each.get("lr") is not None]
-    decay, rate = evidence.value("optimizer.weight_decay"), max(rates, default=0.0)
-    if (
-        evidence.value("objects.optimizer") is None
-        and isinstance(decay, int | float)
-        and decay > 0.5
-        and rate * decay > 0.02
-    ):
+    rate = max((float(each["lr"]) for each in evidence.steps if each.get("lr") is not None), default=0.0)
+    decay = 0 if evidence.value("objects.optimizer") else evidence.value("optimizer.weight_decay") or 0
+    if decay > 0.5 and rate * decay > 0.02:
         return f"each step takes {100 * rate * decay:.3g} % of them"
     first, last = evidence.full[0]["blocks"], evidence.last["blocks"]
     pairs = [(first[name]["weight"], last[name]["weight"]) for name in first if name in last]
