@@ -385,6 +385,9 @@ class Data:
     """Path of the data; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt; of a `mixture`, the folder with
     its sets. Or an address: `s3://BUCKET/PATH`, `hf://datasets/OWNER/NAME`."""
+    annotations: Annotated[LocalPath | None, Off, _used("annotations")] = None
+    """The annotation file of `coco`, `cvat` or `label_studio`, if it is not where the data set looks for it in `path`.
+    It describes all pictures, and `validation_fraction` of them are held out."""
     mixture: Annotated[_Ratios, _used("mixture")] = Field(default_factory=dict)
     """The sets of a `mixture` and their ratios: `{photos: 3, more.csv: 1}` takes three samples of `photos` for each of
     `more.csv`. A set is a folder of class folders or a table of images in `path`. Classes of the same name are one

@@ -114,6 +114,8 @@ class BoxDataset:
         files: Paths of the pictures; empty if they are synthetic.
         left_out: Unused data, one sentence per kind.
         implausible: Those of its sentences that are about implausible annotations.
+        split: Origin of the held-out pictures, for people; empty if they are synthetic.
+        is_split_off: Whether they were split off the training pictures.
         is_unscored: Whether no held-out picture has an object, so that average precision is undefined.
     """
 
@@ -126,4 +128,6 @@ class BoxDataset:
     files: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     implausible: tuple[str, ...] = ()
+    split: str = ""
+    is_split_off: bool = False
     is_unscored: bool = False

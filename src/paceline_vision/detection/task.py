@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _USED = (
     *("data.dataset", "data.path", "data.workers", "data.prefetch", "data.on_bad", "data.max_broken"),
-    "data.detection",
+    *("data.detection", "data.annotations", "data.validation_fraction"),
 )
 _UNUSED_IN_TRAINING = ("train.loss", "train.loss_options", "train.label_smoothing", "train.target_threshold")
 _NOT_COMPILED = "a batch is a list of pictures of many sizes, and each would need its own graph"
@@ -131,6 +131,7 @@ class Detection(Task):
             reasons={
                 "data.workers": reason,
                 "data.detection.masks": "as the model's name says",
+                **({"data.validation": dataset.split} if dataset.split else {}),
                 **({"data.content_digest": content_told} if content_told else {}),
             },
             unused=self._unused(is_generated=is_generated),
@@ -279,6 +280,8 @@ class Detection(Task):
         unused |= dict.fromkeys(_UNUSED_IN_TRAINING, "a detector has its own losses")
         unused["evaluate.top_k"] = "detection has no top-k accuracy"
         unused["model.compile"] = _NOT_COMPILED
+        if not self.dataset.is_split_off:
+            unused["data.validation_fraction"] = "the data set has its own held-out pictures"
         if self.recipe.data.detection.short_sides is None:
             unused["data.detection.long_side"] = "pictures keep their size (data.detection.short_sides=off)"
         if is_generated:

@@ -95,5 +95,7 @@ def from_objects(boxes: BoxDataset) -> MaskDataset:
         classes=("background", *boxes.classes),
         digest=boxes.digest,
         files=boxes.files,
+        split=boxes.split,
+        is_split_off=boxes.is_split_off,
         left_out=boxes.left_out,
     )
