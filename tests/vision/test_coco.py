@@ -19,8 +19,8 @@ from PIL import Image
 from paceline.data.image.datasets import content_of_files
 from paceline.errors import DataError
 from paceline.recipe.data import Boxes, Data
-from paceline_vision.detection.dataset import BoxDataset
 from paceline_vision.detection.annotations import AnnotatedSet, annotations_of
+from paceline_vision.detection.dataset import BoxDataset
 from paceline_vision.detection.outlines import mask_of, outline_fault
 from paceline_vision.sets.coco import open_coco
 

@@ -7,12 +7,15 @@ entries are reported.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import importlib
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +24,13 @@ from unicodedata import normalize
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.disk_cache import cached, stamp_or_none
 from paceline.data.image.dataset import stratified_split
-from paceline.data.image.decode import decode
+from paceline.data.image.decode import decode, upright_size
 from paceline.data.image.source import Image
 from paceline.data.splits import TEST, TRAIN, UNREAD_SPLITS, VALIDATION
 from paceline.errors import DataError, data_error
-from paceline.parsing.files import SkippedItems, list_files, refuse_special_inputs
+from paceline.parsing.files import SkippedItems, list_files, refuse_archive, refuse_special_inputs
 from paceline.parsing.plain_text import load_json, one_form, utf8
 from paceline.recipe.data import Data
 from paceline_vision.detection.dataset import BoxDataset, DetectedObjects
@@ -34,10 +38,13 @@ from paceline_vision.detection.outlines import edges, has_pixels, mask_of, outli
 from paceline_vision.detection.plausibility import implausible
 
 _SHOWN = 5  # maximum number of faults in a message
+_READERS = 8
+_LOOKED_AT = 2**16  # bytes
+_POINTS = 32  # of the polygon of an ellipse
 _COMPARED = 50_000  # annotations
 _RULE = (
-    "COCO's numbers are pixels of the stored picture: left, top, width and height of a box, x and y of each point of an "
-    "outline"
+    "COCO's numbers are pixels of the stored picture: left, top, width and height of a box, x and y of each point of "
+    "an outline"
 )
 _LISTS = ("images", "categories", "annotations")
 _MOST = 2**31  # pixels; larger coordinates are not in any picture, and too large for an integer array
@@ -148,7 +155,9 @@ class Collector:
             DataError: If the reader found faults.
         """
         found = {label for objects in self._objects.values() for _, label, _ in objects}
-        classes = {name: number for number, name in enumerate(sorted(found) if self._classes is None else self._classes)}
+        classes = {
+            name: number for number, name in enumerate(sorted(found) if self._classes is None else self._classes)
+        }
         self._every.refuse(self.faults)
         return {
             split: replace(
@@ -234,6 +243,87 @@ class AnnotatedPictures:
     def path(self, sample: int) -> str:
         """Return the picture's path."""
         return os.path.join(self._folder, self._annotations.names[int(self._samples[sample])])
+
+
+def existing_folder(data: Data, content: str) -> Path:
+    """Return the folder that a recipe names as its ``data.path``; ``content`` says what the data set expects in it.
+
+    Raises:
+        DataError: If it is not given, or not a folder.
+    """
+    root = data.needed_path(f"the folder that holds {content}")
+    refuse_archive(root)
+    if not root.is_dir():
+        raise DataError(
+            f"data.path={data.path} is not a folder; give the one that holds {content}.", key="data.path", path=root
+        )
+    return root
+
+
+def annotation_file(data: Data) -> tuple[Path, Path]:
+    """Return the folder of a recipe's ``data.path``, by default that of its ``data.annotations``, and the latter.
+
+    Raises:
+        DataError: If one of them is not there.
+    """
+    assert data.annotations is not None
+    file = Path(data.annotations).expanduser()
+    root = file.parent if data.path is None else existing_folder(data, "the pictures")
+    if not file.is_file():
+        inside = [each for each in (root / file.name, root / "annotations" / file.name) if each.is_file()]
+        near = f"; there is {str(inside[0])!r}" if inside else ""
+        raise DataError(
+            f"data.annotations={data.annotations} is not a file{near}: correct the path.",
+            key="data.annotations",
+            value=data.annotations,
+            path=file,
+        )
+    return root, file
+
+
+def begins_with(file: Path, first: bytes, *names: bytes) -> bool:
+    """Whether a file begins with a character, and its first 64 KiB hold one of some names; it is not parsed."""
+    try:
+        with file.open("rb") as content:
+            start = content.read(_LOOKED_AT).removeprefix(codecs.BOM_UTF8)
+    except OSError:
+        return False
+    return start.lstrip().startswith(first) and any(each in start for each in names)
+
+
+def ellipse(x: float, y: float, across: float, down: float, turned: float = 0.0) -> list[float]:
+    """Return x and y of points on an ellipse, turned by some degrees around its centre."""
+    cosine, sine = math.cos(math.radians(turned)), math.sin(math.radians(turned))
+    angles = [2 * math.pi * each / _POINTS for each in range(_POINTS)]
+    points = [(across * math.cos(each), down * math.sin(each)) for each in angles]
+    return [each for a, b in points for each in (x + a * cosine - b * sine, y + a * sine + b * cosine)]
+
+
+def sizes_of(folder: Path, names: Sequence[str], data: Data, left_out: SkippedItems) -> dict[str, tuple[int, int]]:
+    """Return height and width of each picture after its EXIF rotation, from the files' headers.
+
+    Raises:
+        DataError: If some cannot be read, unless ``data.on_bad`` leaves them out.
+    """
+    paths = [os.path.join(folder, name) for name in names]
+
+    def look() -> list[Any]:
+        return list(pool.map(upright_size, paths))
+
+    now = time.time_ns()
+    with ThreadPoolExecutor(_READERS) as pool:
+        stamps = list(pool.map(stamp_or_none, paths))
+        sizes = cached("sizes", paths, stamps, look, now=now, is_kept=lambda looks: None not in looks)
+    broken = [name for name, size in zip(names, sizes, strict=True) if size is None]
+    if broken and data.on_bad == "refuse":
+        raise data_error(
+            folder,
+            f"has {len(broken):,} pictures that cannot be read ({', '.join(map(repr, broken[:_SHOWN]))}): replace or "
+            "remove them, or leave them out with data.on_bad=skip.",
+        )
+    for name in broken:
+        left_out.add("pictures that cannot be read", name)
+    return {name: (size[0], size[1]) for name, size in zip(names, sizes, strict=True) if size is not None}
 
 
 def read_content(file: Path) -> bytes:
@@ -386,7 +476,9 @@ def annotations_of(found: AnnotatedSet, *, masks: bool) -> tuple[Annotations, di
     ]
     bounds = [edges(row[4]) if known else [np.nan] * 4 for row, known in zip(rows, has_edges, strict=True)]
     outlines = np.array(bounds, dtype=np.float64).reshape(-1, 4)
-    told = implausible(found.file, tree["annotations"], sides, outlines, masks=masks, place=found.place, rule=found.rule)
+    told = implausible(
+        found.file, tree["annotations"], sides, outlines, masks=masks, place=found.place, rule=found.rule
+    )
     return replace(_arranged(images, classes, rows, masks=masks), implausible=tuple(told)), classes
 
 
@@ -496,8 +588,11 @@ def _arranged(images: dict[int, Any], classes: dict[int, str], rows: list[Any], 
 
 
 def abbreviate(value: Any) -> str:
+    """Return a value in at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def _trainable(
     file: Path, annotations: Annotations, among: NDArray[np.int64], *, keep_empty: bool
 ) -> tuple[NDArray[np.int64], dict[str, int]]:

@@ -71,9 +71,7 @@ def _told(
     faults = _faults(edges, sides)
     fits = {"fractions of the picture's sides": (edges <= 2).all(axis=1) & ~faults[2]}
     fits |= {name: ~_faults(each, sides).any(axis=0) for name, each in others.items()}
-    likely = next(
-        (f"; they look like {name}" for name, fit in fits.items() if fit.sum() > _EXPLAINED * len(edges)), ""
-    )
+    likely = next((f"; they look like {name}" for name, fit in fits.items() if fit.sum() > _EXPLAINED * len(edges)), "")
     kinds = ("reach beyond their picture", "are below a pixel", "have no width or no height")
     for fault, has_fault in zip(kinds, faults, strict=True):
         if has_fault.any():

@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders, split_of
 from paceline.errors import DataError
-from paceline.parsing.files import SkippedItems, refuse_archive
+from paceline.parsing.files import SkippedItems
 from paceline.plugins.dataset_registry import Place, StandIn, dataset
 from paceline.recipe.data import Data
-from paceline_vision.detection.annotations import AnnotatedSet, box_dataset, read_content, read_json
+from paceline_vision.detection.annotations import (
+    AnnotatedSet,
+    annotation_file,
+    begins_with,
+    box_dataset,
+    existing_folder,
+    read_content,
+    read_json,
+)
 from paceline_vision.detection.dataset import BoxDataset
 from paceline_vision.inspection import pictures_with_boxes
 from paceline_vision.sets.shapes import assumed_shapes
@@ -25,55 +35,8 @@ from paceline_vision.sets.shapes import assumed_shapes
 _FILES = ("annotations.json", "_annotations.coco.json")  # in a split's folder; the second is Roboflow's
 _WORDS = {TRAIN: "train", VALIDATION: "val", TEST: "test"}  # with which the names of published sets begin
 _START = "instances_"
-_LOOKED_AT = 2**16  # bytes at the beginning of a file, which tell its format
+_READ = ("categories", "annotations")
 _TRIED = 100  # pictures
-
-
-def existing_folder(data: Data, content: str) -> Path:
-    """Return the folder that a recipe names as its ``data.path``; ``content`` says what the data set expects in it.
-
-    Raises:
-        DataError: If it is not given, or not a folder.
-    """
-    root = data.needed_path(f"the folder that holds {content}")
-    refuse_archive(root)
-    if not root.is_dir():
-        raise DataError(
-            f"data.path={data.path} is not a folder; give the one that holds {content}.", key="data.path", path=root
-        )
-    return root
-
-
-def annotation_file(data: Data) -> tuple[Path, Path]:
-    """Return the folder of a recipe's ``data.path``, by default that of its ``data.annotations``, and the latter.
-
-    Raises:
-        DataError: If one of them is not there.
-    """
-    assert data.annotations is not None
-    file = Path(data.annotations).expanduser()
-    root = file.parent if data.path is None else existing_folder(data, "the pictures")
-    if not file.is_file():
-        inside = [each for each in (root / file.name, root / "annotations" / file.name) if each.is_file()]
-        near = f"; there is {str(inside[0])!r}" if inside else ""
-        raise DataError(
-            f"data.annotations={data.annotations} is not a file{near}: correct the path.",
-            key="data.annotations",
-            value=data.annotations,
-            path=file,
-        )
-    return root, file
-
-
-def _is_coco(file: Path) -> bool:
-    """Whether a JSON file begins as COCO's annotations do, without parsing it."""
-    try:
-        with file.open("rb") as content:
-            start = content.read(_LOOKED_AT)
-    except OSError:
-        return False
-    names = (b'"images"', b'"annotations"', b'"categories"', b'"info"', b'"licenses"')
-    return start.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"{") and any(each in start for each in names)
 
 
 def _of_a_split(root: Path, split: str) -> list[Path]:
@@ -92,7 +55,11 @@ def _others(root: Path) -> list[Path]:
     """Return annotation files of other names: of `annotations/` those that hold instances, if any."""
     inside = sorted((root / "annotations").glob("*.json"))
     inside = [each for each in inside if each.stem.startswith(_START)] or inside
-    return [each for each in (*sorted(root.glob("*.json")), *inside) if _is_coco(each)]
+    return [
+        each
+        for each in (*sorted(root.glob("*.json")), *inside)
+        if begins_with(each, b"{", b'"file_name"', b'"category_id"', b'"supercategory"')
+    ]
 
 
 def _annotation_files(root: Path, left_out: SkippedItems) -> dict[str, Path]:
@@ -126,8 +93,8 @@ def _annotation_files(root: Path, left_out: SkippedItems) -> dict[str, Path]:
         name = _WORDS[lacking]
         raise DataError(
             f"{root} holds neither annotations/instances_{name}2017.json nor {name}/annotations.json, nor Roboflow's "
-            f"{name}/_annotations.coco.json, nor one file in COCO's format for all pictures: export or convert the "
-            "annotations to COCO's format, name their file (data.annotations=FILE), or point data.path at their folder.",
+            f"{name}/_annotations.coco.json, nor one file in COCO's format for all pictures: convert the annotations "
+            "to COCO's format, name their file (data.annotations=FILE), or point data.path at their folder.",
             path=root,
         )
     return chosen
@@ -146,6 +113,24 @@ def _picture_folder(root: Path, file: Path, tree: Any) -> Path:
 
     folders = dict.fromkeys([*usual, root / "images", root, beside, beside.parent / "images"])
     return max(folders, key=present)
+
+
+def _without_groups(trees: Sequence[Any]) -> None:
+    """Remove categories that only group others, as Roboflow exports one: others name them, and no object has them."""
+    if not all(isinstance(tree, dict) and all(isinstance(tree.get(key), list) for key in _READ) for tree in trees):
+        return
+    entries = [[each for each in tree[key] if isinstance(each, dict)] for tree in trees for key in _READ]
+    groups = {str(each.get("supercategory")) for each in chain(*entries[::2])}
+    used = {str(each.get("category_id")) for each in chain(*entries[1::2])}
+    for tree in trees:
+        tree["categories"] = [
+            each
+            for each in tree["categories"]
+            if not isinstance(each, dict)
+            or each.get("supercategory") != "none"
+            or str(each.get("name")) not in groups
+            or str(each.get("id")) in used
+        ]
 
 
 def _is_folder_of_coco(place: Place) -> bool:
@@ -183,4 +168,5 @@ def open_coco(data: Data) -> BoxDataset:
         folder = _picture_folder(root, file, tree)
         own = {*_FILES, *([os.path.relpath(file, folder)] if file.is_relative_to(folder) else [])}
         sets[split] = AnnotatedSet(file=file, folder=folder, tree=tree, own_files=frozenset(own))
+    _without_groups([each.tree for each in sets.values()])
     return box_dataset(data, sets, left_out, digest.hexdigest())

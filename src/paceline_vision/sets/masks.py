@@ -30,9 +30,9 @@ from paceline.parsing.files import SkippedItems, has_extension, is_folder, list_
 from paceline.parsing.plain_text import one_form
 from paceline.plugins.dataset_registry import dataset
 from paceline.recipe.data import Data
+from paceline_vision.detection.annotations import existing_folder
 from paceline_vision.inspection import pictures_with_label_maps
 from paceline_vision.segmentation.dataset import IGNORED, LabelMap, MaskDataset
-from paceline_vision.sets.coco import existing_folder
 
 _INDICES = ("L", "P", "P;1", "P;2", "P;4")  # Pillow's pixel modes that keep the stored values
 _READERS = 8
