@@ -19,6 +19,8 @@ from paceline_vision.detection.dataset import BoxDataset, BoxSource, read_fittin
 from paceline_vision.segmentation.dataset import IMAGENET_MEAN, IMAGENET_STD, MaskDataset, MaskSource
 
 _SIZE = 224
+DETECTOR, SEGMENTER = (f"paceline_vision.first_recipe:{each}" for each in ("choose_detector", "choose_segmenter"))
+"""What chooses a recipe for a folder of annotated pictures; named, since the data sets must not import torch."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,10 @@ def pictures_with_boxes(recipe: Recipe) -> tuple[ImageDataset, tuple[str, ...]]:
 
 
 def pictures_with_label_maps(recipe: Recipe) -> tuple[ImageDataset, tuple[str, ...]]:
-    """Open the pictures of a segmentation data set, of whose label maps nothing is implausible."""
+    """Open the pictures of a segmentation data set, with a sentence for each kind of implausible mask."""
     opened = open_registered(recipe.data.dataset, {"masks": MaskDataset}, recipe.data)
     train, validation = map(_of_masks, (opened.train, opened.validation))
-    return _as_images(recipe.data, train, validation, opened.classes, opened.left_out), ()
+    return _as_images(recipe.data, train, validation, opened.classes, opened.left_out), opened.implausible
 
 
 def _as_images(

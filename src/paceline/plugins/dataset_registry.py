@@ -101,6 +101,8 @@ class DatasetEntry:
         stand_in: Generated data like it, for estimates without its files; None if there is none.
         pictures: If samples are annotated pictures: returns those of a recipe as an ``ImageDataset`` with any number of
             labels, for `paceline check-data`, and a sentence for each kind of implausible annotation.
+        first_recipe: ``module:function`` that chooses a recipe for a folder of annotated pictures, given the data set's
+            name, the folder and the user's overrides; empty if there is none.
     """
 
     name: str
@@ -112,6 +114,7 @@ class DatasetEntry:
     size: Size | None = None
     stand_in: StandIn | None = None
     pictures: Pictures | None = None
+    first_recipe: str = ""
 
     def uses(self, key: str) -> bool:
         """Whether a key of the ``data`` section has an effect on it."""
@@ -139,6 +142,7 @@ def dataset(
     size: Size | None = None,
     stand_in: StandIn | None = None,
     pictures: Pictures | None = None,
+    first_recipe: str = "",
 ) -> Callable[[AnyOpener], AnyOpener]:
     """Register the decorated function under a name; a name may stand for data sets of several kinds.
 
@@ -147,7 +151,7 @@ def dataset(
 
     def register(opener: AnyOpener) -> AnyOpener:
         _entries[name, kind] = DatasetEntry(
-            name, kind, opener, frozenset(keys), tuple(endings), sniff, size, stand_in, pictures
+            name, kind, opener, frozenset(keys), tuple(endings), sniff, size, stand_in, pictures, first_recipe
         )
         return opener
 
@@ -213,6 +217,12 @@ def dataset_at(path: str | Path) -> DatasetEntry | None:
     if broken:
         raise DataError(f"no data set that can be imported reads {str(path)!r}, and {broken}: repair its package.")
     return None
+
+
+def annotated_at(path: str | Path) -> list[DatasetEntry]:
+    """Return the data sets of annotated pictures that a folder may be, the likeliest first."""
+    place = Place(path)
+    return [each for each in entries() if each.first_recipe and each.reads(place)]
 
 
 def open_registered(name: str, kinds: Mapping[str, type[_T]], argument: Any) -> _T:

@@ -68,6 +68,18 @@ def check_part(value: int | str) -> int | str:
     return value
 
 
+def check_values(value: tuple[int, ...]) -> tuple[int, ...]:
+    """Refuse a pixel value that is named twice."""
+    if len(set(value)) < len(value):
+        raise ValueError(f"found {list(value)}, but each value may be named only once")
+    return value
+
+
+_MaskValues = Annotated[
+    tuple[Annotated[NonNegativeInt, Field(le=255)], ...],
+    Field(min_length=2, max_length=254),
+    AfterValidator(check_values),
+]
 Part = Annotated[int | str, BeforeValidator(lambda value: check_part(parse_integer(value)))]
 """A number of images, or a percentage of them."""
 _Workers = Annotated[NonNegativeInt, Field(le=1024)]
@@ -388,6 +400,9 @@ class Data:
     annotations: Annotated[LocalPath | None, Off, _used("annotations")] = None
     """The annotation file of `coco`, `cvat` or `label_studio`, if it is not where the data set looks for it in `path`.
     It describes all pictures, and `validation_fraction` of them are held out."""
+    mask_values: Annotated[_MaskValues | None, Off, _used("mask_values")] = None
+    """Values of the pixels of `masks`, by class: `[0, 255]` if black is the first class and white the second. `off`:
+    values are class indices, and 255 means that a pixel is ignored."""
     mixture: Annotated[_Ratios, _used("mixture")] = Field(default_factory=dict)
     """The sets of a `mixture` and their ratios: `{photos: 3, more.csv: 1}` takes three samples of `photos` for each of
     `more.csv`. A set is a folder of class folders or a table of images in `path`. Classes of the same name are one

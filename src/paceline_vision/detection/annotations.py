@@ -41,6 +41,7 @@ _SHOWN = 5  # maximum number of faults in a message
 _READERS = 8
 _LOOKED_AT = 2**16  # bytes
 _POINTS = 32  # of the polygon of an ellipse
+_RECTANGLE = 10  # numbers: four corners, and maybe the first one again
 _COMPARED = 50_000  # annotations
 _RULE = (
     "COCO's numbers are pixels of the stored picture: left, top, width and height of a box, x and y of each point of "
@@ -408,6 +409,7 @@ def box_dataset(
         facts=counts,
         files=tuple(each.path(sample) for each in splits for sample in range(len(each))),
         implausible=told,
+        is_outlined=_are_outlined([each for part in found for each in part.tree["annotations"]]),
         is_unscored=bool(len(held_ids) and read[-1][0].crowd[np.isin(read[-1][0].owner, held_ids)].all()),
         split=split,
         is_split_off=len(found) == 1,
@@ -420,6 +422,13 @@ def box_dataset(
             *left_out.summaries(),
         ),
     )
+
+
+def _are_outlined(entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all objects have an outline, and some are not rectangles, which many tools write for boxes."""
+    outlines = [each.get("segmentation") for each in entries]
+    are_drawn = (isinstance(each, dict) or max(map(len, each)) > _RECTANGLE for each in outlines if each)
+    return all(outlines) and any(are_drawn)
 
 
 def _chosen(sets: Mapping[str, AnnotatedSet], left_out: SkippedItems) -> list[AnnotatedSet]:

@@ -45,7 +45,7 @@ LOSSES = ("cross_entropy", "cross_entropy_dice")
 _USED = (
     *("data.dataset", "data.path", "data.workers", "data.prefetch", "data.on_bad", "data.max_broken"),
     *("data.image_size", "data.evaluation_size", "data.interpolation", "data.mean", "data.std"),
-    *("data.annotations", "data.validation_fraction", "data.detection.generated"),
+    *("data.annotations", "data.mask_values", "data.validation_fraction", "data.detection.generated"),
     *(f"data.augment.{key}" for key in ("crop", "scale", "ratio", "flip", "alternate_flip")),
 )
 _AUXILIARY = 0.4  # weight of the auxiliary output, as in torchvision's training script

@@ -29,7 +29,7 @@ from paceline_vision.detection.annotations import (
     read_json,
 )
 from paceline_vision.detection.dataset import BoxDataset
-from paceline_vision.inspection import pictures_with_boxes
+from paceline_vision.inspection import DETECTOR, pictures_with_boxes
 from paceline_vision.sets.shapes import assumed_shapes
 
 _FILES = ("annotations.json", "_annotations.coco.json")  # in a split's folder; the second is Roboflow's
@@ -111,8 +111,9 @@ def _picture_folder(root: Path, file: Path, tree: Any) -> Path:
     def present(folder: Path) -> int:
         return sum(os.path.isfile(folder / name) for name in names)
 
-    folders = dict.fromkeys([*usual, root / "images", root, beside, beside.parent / "images"])
-    return max(folders, key=present)
+    bases = (root, beside, beside.parent) if beside.name == "annotations" else (root, beside)
+    others = [folder for base in bases for folder in (base / "images", base, *sorted(base.glob("images/*/")))]
+    return max(dict.fromkeys([*usual, *others]), key=present)
 
 
 def _without_groups(trees: Sequence[Any]) -> None:
@@ -145,6 +146,7 @@ def _is_folder_of_coco(place: Place) -> bool:
     keys=("path", "annotations", "validation_fraction", "detection"),
     stand_in=StandIn(assumed_shapes),
     pictures=pictures_with_boxes,
+    first_recipe=DETECTOR,
 )
 def open_coco(data: Data) -> BoxDataset:
     """Open COCO's folders, ``PATH/{train,val or test}/`` with pictures and their annotations, or one file.

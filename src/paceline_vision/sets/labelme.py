@@ -28,7 +28,7 @@ from paceline_vision.detection.annotations import (
     sizes_of,
 )
 from paceline_vision.detection.dataset import BoxDataset
-from paceline_vision.inspection import pictures_with_boxes
+from paceline_vision.inspection import DETECTOR, pictures_with_boxes
 
 _RULE = "labelme's points are pixels of the picture"
 _TRIED = 8  # files
@@ -46,6 +46,7 @@ def _is_labelme(place: Place) -> bool:
     sniff=_is_labelme,
     keys=("path", "validation_fraction", "detection"),
     pictures=pictures_with_boxes,
+    first_recipe=DETECTOR,
 )
 def open_labelme(data: Data) -> BoxDataset:
     """Open a folder of pictures and labelme's files.
