@@ -399,11 +399,9 @@ class Data:
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt; of a `mixture`, the folder with
     its sets. Or an address: `s3://BUCKET/PATH`, `hf://datasets/OWNER/NAME`."""
     annotations: Annotated[LocalPath | None, Off, _used("annotations")] = None
-    """The annotation file of `coco`, `cvat` or `label_studio`, if it is not where the data set looks for it in `path`.
-    It describes all pictures, and `validation_fraction` of them are held out."""
+    """The annotation file of all images, if it is not where the data set looks for it in `path`."""
     mask_values: Annotated[_MaskValues | None, Off, _used("mask_values")] = None
-    """Values of the pixels of `masks`, by class: `[0, 255]` if black is the first class and white the second. `off`:
-    values are class indices, and 255 means that a pixel is ignored."""
+    """Values of the pixels of masks, by class: `[0, 255]`, for example. `off`: class indices, and 255 is ignored."""
     mixture: Annotated[_Ratios, _used("mixture")] = Field(default_factory=dict)
     """The sets of a `mixture` and their ratios: `{photos: 3, more.csv: 1}` takes three samples of `photos` for each of
     `more.csv`. A set is a folder of class folders or a table of images in `path`. Classes of the same name are one
