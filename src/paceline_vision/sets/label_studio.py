@@ -167,7 +167,7 @@ def _add_mark(collector: Collector, place: str, mark: Any, size: tuple[int, int]
     """Add the object of a region, or report it."""
     value = mark.get("value") if isinstance(mark, dict) else None
     labels: Any = next((value[key] for key in _LABELS if value.get(key)), None) if isinstance(value, dict) else None
-    if not isinstance(labels, list) or not isinstance(labels[0], str):
+    if value is None or not isinstance(labels, list) or not isinstance(labels[0], str):
         left_out.add("regions without a label of a box, a polygon or an ellipse", place)
         return
     height, width = size

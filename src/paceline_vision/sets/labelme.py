@@ -99,8 +99,8 @@ def _add_shapes(collector: Collector, split: str, name: str, shapes: list[Any], 
         place = f"{name} shapes[{position}]"
         label, kind = (shape.get("label"), shape.get("shape_type")) if isinstance(shape, dict) else (None, None)
         points = shape.get("points") if isinstance(shape, dict) else None
-        is_drawn = isinstance(points, list) and all(isinstance(each, list) and len(each) == 2 for each in points)
-        if not isinstance(label, str) or not is_drawn:
+        are_points = isinstance(points, list) and all(isinstance(each, list) and len(each) == 2 for each in points)
+        if not isinstance(label, str) or points is None or not are_points:
             collector.faults.append(f"{place} must have a label, and points of x and y")
             continue
         if (outline := _outline(kind, points)) is None:

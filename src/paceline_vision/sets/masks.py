@@ -304,8 +304,8 @@ def _classes_held(stored: np.ndarray, values: tuple[int, ...] | None, unreadable
     present = np.zeros_like(stored)
     for value, number in enumerate(_classes_of(values)):
         present[:, number] |= stored[:, value]
-    for at in np.flatnonzero(present[:, _UNLISTED]).tolist() if values is not None else ():
-        unlisted = set(np.flatnonzero(stored[at]).tolist()) - {*values, IGNORED}
+    for at in () if values is None else np.flatnonzero(present[:, _UNLISTED]).tolist():
+        unlisted = set(np.flatnonzero(stored[at]).tolist()) - {*(values or ()), IGNORED}
         unreadable[at] = f"it has the value {min(unlisted)}, which data.mask_values does not list"
     return present
 
