@@ -427,8 +427,10 @@ def box_dataset(
 def _are_outlined(entries: Sequence[Mapping[str, Any]]) -> bool:
     """Whether all objects have an outline, and some are not rectangles, which many tools write for boxes."""
     outlines = [each.get("segmentation") for each in entries]
-    are_drawn = (isinstance(each, dict) or max(map(len, each)) > _RECTANGLE for each in outlines if each)
-    return all(outlines) and any(are_drawn)
+    # Without masks, they have not been checked.
+    lists = (each for each in outlines if isinstance(each, list))
+    has_shape = any(isinstance(part, list) and len(part) > _RECTANGLE for each in lists for part in each)
+    return all(outlines) and (has_shape or any(isinstance(each, dict) for each in outlines))
 
 
 def _chosen(sets: Mapping[str, AnnotatedSet], left_out: SkippedItems) -> list[AnnotatedSet]:
