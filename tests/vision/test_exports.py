@@ -346,12 +346,14 @@ def test_cvats_masks_and_turned_boxes_are_read(tmp_path: Path) -> None:
     mask = '<mask label="nut" rle="0, 2, 2, 2" left="5" top="7" width="3" height="2"/>'
     box = '<box label="bolt" xtl="10" ytl="20" xbr="30" ybr="26" rotation="90"/>'
     round_one = '<ellipse label="bolt" cx="40" cy="24" rx="10" ry="4"/>'
-    _replaced(tmp_path / "annotations.xml", "</image>", f"{mask}{box}{round_one}</image>")
+    corner = '<mask label="nut" rle="0, 4" left="0" top="0" width="2" height="2"/>'
+    _replaced(tmp_path / "annotations.xml", "</image>", f"{mask}{box}{round_one}{corner}</image>")
     found = opened(tmp_path, "cvat", masks=True, validation_fraction=0).train.objects(0, masks=True)
     assert found.masks is not None
     assert found.masks[0, 7:9, 5:8].tolist() == [[1, 1, 0], [0, 1, 1]]
     assert found.masks[0].sum() == 4
-    assert np.round(found.boxes).tolist() == [[5, 7, 8, 9], [17, 13, 23, 33], [30, 20, 50, 28]]
+    assert np.round(found.boxes).tolist() == [[5, 7, 8, 9], [17, 13, 23, 33], [30, 20, 50, 28], [0, 0, 2, 2]]
+    assert (found.masks[3, :2, :2].sum(), found.masks[3].sum()) == (4, 4)
 
 
 def test_pictures_turn_as_their_labels_do(tmp_path: Path) -> None:
