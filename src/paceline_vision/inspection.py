@@ -12,15 +12,13 @@ from numpy.typing import NDArray
 
 from paceline.data.image.dataset import ImageDataset
 from paceline.data.image.source import Image
-from paceline.plugins.dataset_registry import open_registered
+from paceline.plugins.dataset_registry import PictureHooks, open_registered
 from paceline.recipe.data import Data
 from paceline.recipe.schema import Recipe
 from paceline_vision.detection.dataset import BoxDataset, BoxSource, read_fitting
 from paceline_vision.segmentation.dataset import IMAGENET_MEAN, IMAGENET_STD, MaskDataset, MaskSource
 
 _SIZE = 224
-DETECTOR, SEGMENTER = (f"paceline_vision.first_recipe:{each}" for each in ("choose_detector", "choose_segmenter"))
-"""What chooses a recipe for a folder of annotated pictures; named, since the data sets must not import torch."""
 
 
 @dataclass(frozen=True)
@@ -92,3 +90,8 @@ def _as_images(
         left_out=left_out,
         image_size=_SIZE if data.image_size == "auto" else data.image_size,
     )
+
+
+# What chooses a recipe is named, since the data sets must not import torch.
+WITH_BOXES = PictureHooks(pictures_with_boxes, "paceline_vision.first_recipe:choose_detector")
+WITH_LABEL_MAPS = PictureHooks(pictures_with_label_maps, "paceline_vision.first_recipe:choose_segmenter")

@@ -58,6 +58,13 @@ class StandIn(NamedTuple):
     is_plannable: bool = False
 
 
+class PictureHooks(NamedTuple):
+    """What commands ask of a data set of annotated pictures; both are described in :class:`DatasetEntry`."""
+
+    pictures: Pictures | None
+    first_recipe: str = ""
+
+
 class Place:
     """A file, folder or pattern of which the data set is looked for.
 
@@ -141,17 +148,18 @@ def dataset(
     keys: Sequence[str] = (),
     size: Size | None = None,
     stand_in: StandIn | None = None,
-    pictures: Pictures | None = None,
-    first_recipe: str = "",
+    pictures: Pictures | PictureHooks | None = None,
 ) -> Callable[[AnyOpener], AnyOpener]:
     """Register the decorated function under a name; a name may stand for data sets of several kinds.
 
     The arguments are described in :class:`DatasetEntry`.
     """
 
+    hooks = pictures if isinstance(pictures, PictureHooks) else PictureHooks(pictures)
+
     def register(opener: AnyOpener) -> AnyOpener:
         _entries[name, kind] = DatasetEntry(
-            name, kind, opener, frozenset(keys), tuple(endings), sniff, size, stand_in, pictures, first_recipe
+            name, kind, opener, frozenset(keys), tuple(endings), sniff, size, stand_in, *hooks
         )
         return opener
 

@@ -29,7 +29,7 @@ from paceline_vision.detection.annotations import (
     read_json,
 )
 from paceline_vision.detection.dataset import BoxDataset
-from paceline_vision.inspection import DETECTOR, pictures_with_boxes
+from paceline_vision.inspection import WITH_BOXES
 from paceline_vision.sets.shapes import assumed_shapes
 
 _FILES = ("annotations.json", "_annotations.coco.json")  # in a split's folder; the second is Roboflow's
@@ -145,8 +145,7 @@ def _is_folder_of_coco(place: Place) -> bool:
     sniff=_is_folder_of_coco,
     keys=("path", "annotations", "validation_fraction", "detection"),
     stand_in=StandIn(assumed_shapes),
-    pictures=pictures_with_boxes,
-    first_recipe=DETECTOR,
+    pictures=WITH_BOXES,
 )
 def open_coco(data: Data) -> BoxDataset:
     """Open COCO's folders, ``PATH/{train,val or test}/`` with pictures and their annotations, or one file.

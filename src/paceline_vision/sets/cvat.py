@@ -30,7 +30,7 @@ from paceline_vision.detection.annotations import (
     read_content,
 )
 from paceline_vision.detection.dataset import BoxDataset
-from paceline_vision.inspection import DETECTOR, pictures_with_boxes
+from paceline_vision.inspection import WITH_BOXES
 
 _FILE = "annotations.xml"
 _RULE = "CVAT's numbers are pixels of the picture"
@@ -41,8 +41,7 @@ _RULE = "CVAT's numbers are pixels of the picture"
     kind="boxes",
     sniff=lambda place: place.is_folder and begins_with(place.path / _FILE, b"<", b"<annotations"),
     keys=("path", "annotations", "validation_fraction", "detection"),
-    pictures=pictures_with_boxes,
-    first_recipe=DETECTOR,
+    pictures=WITH_BOXES,
 )
 def open_cvat(data: Data) -> BoxDataset:
     """Open a folder of pictures with CVAT's annotations.xml.

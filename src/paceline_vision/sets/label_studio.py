@@ -33,7 +33,7 @@ from paceline_vision.detection.annotations import (
     sizes_of,
 )
 from paceline_vision.detection.dataset import BoxDataset
-from paceline_vision.inspection import DETECTOR, pictures_with_boxes
+from paceline_vision.inspection import WITH_BOXES
 
 _RULE = "Label Studio's numbers are per cent of the picture's sides"
 _UPLOAD = re.compile(r"[0-9a-f]{8}-")
@@ -52,8 +52,7 @@ def _exports(root: Path) -> list[Path]:
     kind="boxes",
     sniff=lambda place: place.is_folder and _exports(place.path),
     keys=("path", "annotations", "validation_fraction", "detection"),
-    pictures=pictures_with_boxes,
-    first_recipe=DETECTOR,
+    pictures=WITH_BOXES,
 )
 def open_label_studio(data: Data) -> BoxDataset:
     """Open a folder of pictures with Label Studio's JSON export.

@@ -28,7 +28,7 @@ from paceline_vision.detection.annotations import (
     sizes_of,
 )
 from paceline_vision.detection.dataset import BoxDataset
-from paceline_vision.inspection import DETECTOR, pictures_with_boxes
+from paceline_vision.inspection import WITH_BOXES
 
 _RULE = "labelme's points are pixels of the picture"
 _TRIED = 8  # files
@@ -45,8 +45,7 @@ def _is_labelme(place: Place) -> bool:
     kind="boxes",
     sniff=_is_labelme,
     keys=("path", "validation_fraction", "detection"),
-    pictures=pictures_with_boxes,
-    first_recipe=DETECTOR,
+    pictures=WITH_BOXES,
 )
 def open_labelme(data: Data) -> BoxDataset:
     """Open a folder of pictures and labelme's files.

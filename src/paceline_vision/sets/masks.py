@@ -32,7 +32,7 @@ from paceline.parsing.plain_text import one_form
 from paceline.plugins.dataset_registry import Place, dataset
 from paceline.recipe.data import Data
 from paceline_vision.detection.annotations import existing_folder
-from paceline_vision.inspection import SEGMENTER, pictures_with_label_maps
+from paceline_vision.inspection import WITH_LABEL_MAPS
 from paceline_vision.segmentation.dataset import IGNORED, LabelMap, MaskDataset
 
 _INDICES = ("L", "P", "P;1", "P;2", "P;4")  # Pillow's pixel modes that keep the stored values
@@ -147,8 +147,7 @@ def _has_masks(place: Place) -> bool:
     kind="masks",
     sniff=_has_masks,
     keys=("path", "mask_values", "validation_fraction"),
-    pictures=pictures_with_label_maps,
-    first_recipe=SEGMENTER,
+    pictures=WITH_LABEL_MAPS,
 )
 def open_masks(data: Data) -> MaskDataset:
     """Open the folder given in a recipe's `data` section.

@@ -26,7 +26,7 @@ from paceline.plugins.dataset_registry import Place, dataset
 from paceline.recipe.data import Data
 from paceline_vision.detection.annotations import Collector, box_dataset, existing_folder, read_content, sizes_of
 from paceline_vision.detection.dataset import BoxDataset
-from paceline_vision.inspection import DETECTOR, pictures_with_boxes
+from paceline_vision.inspection import WITH_BOXES
 
 _TRIED = 8  # files
 _NAMES = ("classes.txt", "obj.names")
@@ -128,8 +128,7 @@ def _split(picture: str, folders: Mapping[str, str]) -> str | None:
     kind="boxes",
     sniff=_is_yolo,
     keys=("path", "validation_fraction", "detection"),
-    pictures=pictures_with_boxes,
-    first_recipe=DETECTOR,
+    pictures=WITH_BOXES,
 )
 def open_yolo(data: Data) -> BoxDataset:
     """Open a folder of pictures and YOLO's text files.
