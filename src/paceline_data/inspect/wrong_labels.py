@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -193,14 +193,10 @@ def find_wrong_labels(
         (each for split, known in noise.items() for each in _named(split, parts[split], known, names)),
         key=lambda each: (-each.score, each.split, each.id),
     )
-    listed = {(each.split, each.id) for each in found}
-    mistakes = [
-        each for split in parts for each in _mistakes(split, parts[split], names) if (split, each.id) not in listed
-    ]
     return replace(
         result,
         found=tuple(found),
-        mistakes=tuple(sorted(mistakes, key=lambda each: -each.probability)),
+        mistakes=_other_mistakes(parts, names, found),
         checked={split: len(parts[split].ids) for split in noise},
         agreement=agreement,
         findable={split: each.findable for split, each in noise.items()},
@@ -208,6 +204,16 @@ def find_wrong_labels(
         not_checked="; ".join(unseen),
         pictures=_pictures(subject.recipe, found[:_MOST_PICTURES]),
     )
+
+
+def _other_mistakes(
+    parts: Mapping[Split, _Predicted], names: Sequence[str], found: Sequence[WrongLabel]
+) -> tuple[WrongLabel, ...]:
+    """Return the mistakes that are not among the labels found, the most confident first."""
+    listed = {(each.split, each.id) for each in found}
+    mistakes = [each for split in parts for each in _mistakes(split, parts[split], names)]
+    others = [each for each in mistakes if (each.split, each.id) not in listed]
+    return tuple(sorted(others, key=lambda each: -each.probability))
 
 
 def _sizes(task: Task) -> tuple[int, int] | None:
