@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import sys
 import tempfile
@@ -17,11 +16,10 @@ from typing import Any
 from paceline.checkpoint.manifest import verify as verify_checkpoint
 from paceline.checkpoint.store import CheckpointStore, checkpoint_name
 from paceline.command import Log
-from paceline.errors import CheckpointError, PacelineError, RunDirectoryError
+from paceline.errors import CheckpointError, RunDirectoryError
 from paceline.parsing.units import Duration, format_seconds
 from paceline.recipe.load import to_yaml
 from paceline.recipe.running import Profile
-from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events, read_json
 from paceline.records.run_directory import RunDirectory
 from paceline_advisor import Json, frozen
@@ -175,9 +173,7 @@ class Engine:
         difference = self._first_difference(stretch, again, self.tolerance(stretch.batches))
         return difference, difference is None
 
-    def _first_difference(
-        self, stretch: Stretch, again: RunDirectory, tolerance: float | None
-    ) -> Difference | None:
+    def _first_difference(self, stretch: Stretch, again: RunDirectory, tolerance: float | None) -> Difference | None:
         begin, end, recorded = stretch.begin, stretch.end, stretch.end.path
         assert recorded is not None  # only the start of a run has none
         newest = CheckpointStore(again.checkpoints).steps()[-1:]
@@ -237,9 +233,7 @@ def partial_difference(stretch: Stretch) -> Callable[[int, Found], Difference]:
 
 
 def _whole(stretch: Stretch, component: str, cause: str) -> Difference:
-    return Difference(
-        begin=stretch.begin.step, end=stretch.end.step, step=None, component=component, cause=cause
-    )
+    return Difference(begin=stretch.begin.step, end=stretch.end.step, step=None, component=component, cause=cause)
 
 
 def _symlink(source: Path, target: Path) -> None:
