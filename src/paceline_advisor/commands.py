@@ -458,11 +458,11 @@ class Drill(RecipeCommand):
     keep: Annotated[bool, "Keep the scratch directory, and print its path."] = False
 
 
-def _steps(text: str) -> tuple[int, int]:
+def _steps(text: str) -> range:
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
         raise ValueError(f"'{text}' is not two steps, the first before the second, such as 20:40")
-    return int(first), int(last)
+    return range(int(first), int(last))
 
 
 @command("verify", runs="paceline_advisor.replay.verify:verify", group="Verify", place=1)
@@ -487,7 +487,7 @@ class Verify:
     segments: Annotated[OptionalCount, "Stretches to draw, in addition to the last (default: 3)."] = None
     all: Annotated[bool, Shape(without=("segments", "step", "seed")), "Compute every stretch again."] = False
     step: Annotated[
-        tuple[int, int] | None,
+        range | None,
         Shape(metavar="A:B", parse=_steps, without=("segments", "seed")),
         "Compute the stretches again that hold these steps.",
     ] = None

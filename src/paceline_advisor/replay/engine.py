@@ -153,7 +153,7 @@ class Engine:
         saved = stretch.end.facts.get("world_size")
         launches = list[tuple[Any, ...]]()  # first position, processes, length
         for event in read_events(self.run.events, kinds=("start",)) if self.run.events.is_file() else ():
-            launch = tuple(event.get(key) for key in ("position", "world_size", "total_steps"))
+            launch: Any = tuple(event.get(key) for key in ("position", "world_size", "total_steps"))
             if all(type(each) is int for each in launch) and min(launch[1:]) > 0:
                 launches = [*(each for each in launches if each[0] < launch[0]), launch]
         firsts = [each for each in launches if each[0] < end]

@@ -12,9 +12,11 @@ import os
 import secrets
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from paceline.checkpoint.format import TensorSpec
 from paceline.checkpoint.manifest import read_components
@@ -29,6 +31,7 @@ from paceline.parsing.files import free_name
 from paceline.plan.run_logs import log_files
 from paceline.recipe.load import OWN_LOOP, load_recipe, recipe_digest, set_by, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
+from paceline.recipe.training import Optimizer
 from paceline.records.reader import read_environment, read_events, read_identity, read_recipe
 from paceline.records.run_directory import (
     Identity,
@@ -45,6 +48,7 @@ from paceline.tasks.facts import geometry_of
 from paceline.trainer.run_dir_checks import ResumeRequest, check_same_run
 from paceline.trainer.run_lock import RunLock
 from paceline.trainer.subject import Subject
+from paceline_advisor import Json
 from paceline_advisor.commands import Fork, Rewind
 from paceline_advisor.replay.points import Point, copy_as_of, in_folder_of, link_tree, sync_tree
 
@@ -133,11 +137,11 @@ def _make_fork(run: RunDirectory, target: Path, origin: dict[str, object], optio
     identity = replace(identity, has_checkpoint=True, parent=origin)
     if "checkpoint.mirror" not in set_by(options.overrides):
         recipe = recipe.without_mirror()
-    _check_fits(run, point, recipe)
+    settings = _check_fits(run, point, recipe)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _beside(target) as made_at:
         made = copy_as_of(run, point, made_at, steps=(), place=link_tree)
-        _resave(point, made, recipe, identity.id)
+        _resave(point, made, recipe, identity.id, settings)
         CheckpointStore(made.checkpoints).name_best(point.best())
         events = read_events(made.events) if made.events.is_file() else ()
         lines = [each | ({"run": identity.id} if "run" in each else {}) for each in events]
@@ -150,8 +154,8 @@ def _make_fork(run: RunDirectory, target: Path, origin: dict[str, object], optio
             sync_directory(target.parent)
 
 
-def _resave(point: Point, made: RunDirectory, recipe: Recipe, run_id: str) -> None:
-    """Save a checkpoint once more, as one of the fork: with its identity and recipe."""
+def _resave(point: Point, made: RunDirectory, recipe: Recipe, run_id: str, settings: Sequence[Json]) -> None:
+    """Save a checkpoint once more, as one of the fork: with its identity, recipe and settings of parameter groups."""
     assert point.path is not None  # _checkpoint returns no other
     facts = {**point.facts, "run": run_id}
     if "recipe_sha256" in facts:
@@ -160,11 +164,16 @@ def _resave(point: Point, made: RunDirectory, recipe: Recipe, run_id: str) -> No
     if "recipe" in header:
         header["recipe"] = encode_json(to_tree(recipe))
     states = read_components(point.path)
+    for group, changed in zip(states.get("optimizer", {}).get("param_groups", ()), settings, strict=False):
+        group.update(changed)
     CheckpointStore(made.checkpoints).save(point.step, states, facts, file_metadata=header)
 
 
-def _check_fits(run: RunDirectory, point: Point, recipe: Recipe) -> None:
+def _check_fits(run: RunDirectory, point: Point, recipe: Recipe) -> Sequence[Json]:
     """Check that a recipe trains the same samples, and a network of the checkpoint's shapes.
+
+    Returns:
+        The settings of each of the optimizer's parameter groups that the recipe changes: a checkpoint holds them too.
 
     Raises:
         PacelineError: If it does not.
@@ -186,6 +195,33 @@ def _check_fits(run: RunDirectory, point: Point, recipe: Recipe) -> None:
                     f"the network of this recipe does not fit the checkpoint: {name} is {shapes.get(name, 'missing')} "
                     f"and was {saved.get(name, 'missing')}; change no key that changes the network."
                 )
+        has_average = point.manifest is not None and "ema" in point.manifest.components
+        if has_average != (recipe.train.ema is not None):
+            raise RecipeError(
+                f"train.ema cannot be switched {'off' if has_average else 'on'} in a fork: the checkpoint has "
+                f"{'a' if has_average else 'no'} moving average.",
+                key="train.ema",
+            )
+        if subject.task.has_own_optimizer:
+            return ()
+        before, after = (_groups(subject, each.optimizer) for each in (stored, recipe))
+        saved_groups = point.state("optimizer").get("param_groups", ())
+        sizes = [[len(each["params"]) for each in groups] for groups in (saved_groups, before, after)]
+        if before != after and not sizes[0] == sizes[1] == sizes[2]:
+            raise RecipeError(
+                "the optimizer's parameter groups of this recipe do not fit the checkpoint; change no key that frees, "
+                "freezes or groups parameters.",
+                key="optimizer",
+            )
+        pairs = zip(before, after, strict=True) if len(before) == len(after) else ()
+        return [{key: each for key, each in new.items() if old.get(key) != each} for old, new in pairs]
+
+
+def _groups(subject: Subject, optimizer: Optimizer) -> list[Json]:
+    """Return the parameter groups of an optimizer, as a checkpoint holds them."""
+    built = subject.task.build_optimizer(subject.shapes, optimizer, torch.device("meta"))
+    groups: list[Json] = built.state_dict().get("param_groups", [])
+    return groups
 
 
 # The directory

@@ -192,8 +192,8 @@ def _verify(run: RunDirectory, options: Verify, report: VerifyReport, log: Log) 
     ]
     differences += _wrong_files(run, stretches)
     report = replace(report, total=len(stretches), unlike=unlike)
-    if data := _other_data(run, chosen[-1], environment):
-        differences.insert(0, data)
+    if not any(each.component == "recipe" for each in differences):
+        differences += _other_data(run, chosen[-1], environment)
     if any(each.component in ("recipe", "plan", "data") for each in differences):
         confidence = "nothing was computed again, since what it would be computed from is not what the run had"
         return replace(report, verdict="different", differences=_in_order(differences), confidence=confidence)
@@ -247,7 +247,7 @@ def _choose(stretches: Sequence[Stretch], options: Verify, seed: int) -> list[St
     if options.all:
         return list(stretches)
     if options.step is not None:
-        first, last = options.step
+        first, last = options.step.start, options.step.stop
         found = [each for each in stretches if each.begin.step < last and each.end.step > first]
         if not found:
             known = f"{stretches[0].begin.step} to {stretches[-1].end.step}"
@@ -342,7 +342,7 @@ def _wrong_files(run: RunDirectory, stretches: Sequence[Stretch]) -> Iterator[Di
         )
 
 
-def _other_data(run: RunDirectory, stretch: Stretch, environment: Mapping[str, Any]) -> Difference | None:
+def _other_data(run: RunDirectory, stretch: Stretch, environment: Mapping[str, Any]) -> Iterator[Difference]:
     """Open recipe and data as the run would, and compare them with its plan.
 
     Raises:
@@ -369,10 +369,9 @@ def _other_data(run: RunDirectory, stretch: Stretch, environment: Mapping[str, A
             cause = str(error).partition("; ")[0].partition(": restore")[0].rstrip(".")
             cause += _changed_files(run, environment) if component == "data" else ""
             begin, end = stretch.begin.step, stretch.end.step
-            return Difference(
+            yield Difference(
                 begin=begin, end=end, step=None, component=component, tensor=error.key or None, cause=cause
             )
-    return None
 
 
 def _changed_files(run: RunDirectory, environment: Mapping[str, Any]) -> str:
