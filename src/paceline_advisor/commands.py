@@ -515,7 +515,7 @@ class Rewind:
       paceline rewind runs/photos --to 2000
     """
 
-    run: Annotated[Path, Shape(recipe=True)]
+    run: Path
     to: Annotated[int, Ge(1), Shape(metavar="STEP", required=True), "Step of the checkpoint."]
 
 

@@ -41,7 +41,8 @@ from paceline_advisor.replay.points import Stretch, folder_of, in_folder_of, poi
 
 Verdict = Literal["equal", "different", "unknown"]
 
-# Relative difference of a tensor's norm that is allowed on other hardware: measured, see the decision on replay.
+# Relative difference of a tensor's norm that is allowed where bits may differ. A choice: rounding may grow faster while a
+# run is young, and then nothing can be told.
 _TOLERANCE_A_STEP, _MOST_TOLERATED = 1e-3, 0.1
 _DRAWN = 3
 _FAKED = 0.1
