@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import numpy as np
 import pytest
 import torch
@@ -25,6 +28,8 @@ from paceline.checkpoint.manifest import read_components, read_manifest
 from paceline.checkpoint.store import CheckpointStore
 from paceline.recipe.load import load_recipe, recipe_digest, to_tree, to_yaml
 from paceline.records.ledger import LedgerWriter, PositionEntry, ledger_path, read_ledger
+from paceline.reports.audit import used_samples
+from paceline.trainer import loop
 
 STEPS = {
     "checkpoint.every": "4 steps",
@@ -73,10 +78,10 @@ def verified(call: Call, run: Path, code: int, *options: object) -> Any:
 
 
 def save_again(
-    run: Path, step: int, change: Callable[[dict[str, Any]], object] = dict, *, recipe: Any = None, **facts: Any
+    folder: Path, step: int, change: Callable[[dict[str, Any]], object] = dict, *, recipe: Any = None, **facts: Any
 ) -> None:
     """Write a checkpoint once more with another state, recipe or facts, so that every digest fits."""
-    path = run / "checkpoints" / f"step-{step:08d}"
+    path = folder / "checkpoints" / f"step-{step:08d}"
     manifest, states = read_manifest(path), read_components(path)
     header = dict(read_header(path / "model.safetensors")[1])
     facts = {**manifest.facts, **facts}
@@ -85,7 +90,7 @@ def save_again(
         facts["recipe_sha256"] = recipe_digest(recipe)
     change(states)
     header = {key: each for key, each in header.items() if key not in {*facts, "component", "step", "format"}}
-    CheckpointStore(run / "checkpoints").save(step, states, facts, replace=True, file_metadata=header)
+    CheckpointStore(folder / "checkpoints").save(step, states, facts, replace=True, file_metadata=header)
 
 
 def claim(run: Path, *overrides: str) -> None:
@@ -112,13 +117,11 @@ def rewrite_ledger(run: Path, order: Callable[[list[Any]], list[Any]]) -> None:
     path = ledger_path(run / "ledger", 0)
     entries = list(read_ledger(path))
     assert all(isinstance(each, PositionEntry) for each in entries)
-    from paceline.reports.audit import used_samples
-
     ids = [each.ids for each in used_samples(run, 0)]
     path.unlink()
     with LedgerWriter(path) as ledger:
         for entry, each in zip(entries, order(ids), strict=True):
-            ledger.append(step=entry.step, epoch=entry.epoch, ids=each)
+            ledger.append(step=entry.step, epoch=entry.epoch, ids=each, first=entry.first)
 
 
 def nudge(tensor: torch.Tensor, at: int) -> None:
@@ -149,9 +152,6 @@ def test_every_stretch_and_what_a_draw_proves(paceline_here: Call, run: Path) ->
     assert "every bit was compared" in paceline_here("verify", run, "--step", "0:1").ended(0).out
 
 
-LORA = {"model.adapters.rank": 2, "model.adapters.targets": ["classifier"]}
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "overrides",
@@ -160,9 +160,10 @@ LORA = {"model.adapters.rank": 2, "model.adapters.targets": ["classifier"]}
         {"optimizer.name": "adamw", "optimizer.momentum": None, "model.options.dropout": 0.3},
         {"train.ema": None, "checkpoint.keep": 1},
         {"evaluate.every": None, "telemetry.noise_scale": "2 steps", "batch.micro_size": 8},
+        {"model.adapters.rank": 2, "train.ema": None, "optimizer.name": "adamw", "optimizer.momentum": None},
         {"evaluate.patience": 1, "evaluate.every": "2 steps", "optimizer.lr": 1e-6},
     ],
-    ids=["accumulation", "adamw", "pruned", "noise", "patience"],
+    ids=["accumulation", "adamw", "pruned", "noise", "lora", "patience"],
 )
 def test_kinds_of_honest_runs(paceline_here: Call, trained: Callable[..., Path], overrides: dict[str, Any]) -> None:
     verified(paceline_here, trained("other", overrides), 0)
@@ -266,7 +267,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
     ),
     "buffer": (running_mean, {"to": 8, "step": 8, "component": "model", "tensor": "stem.norm.running_mean"}),
     "order": (order_of_an_epoch, {"from": 4, "to": 8, "step": 6, "component": "ledger"}),
-    "ledger": (half_of_the_ledger, {"step": 7, "component": "ledger"}),
+    "ledger": (half_of_the_ledger, {"from": 4, "to": 8, "step": 7, "component": "ledger"}),
     "loss": (loss_log, {"from": 4, "to": 8, "step": 6, "component": "records", "tensor": "loss"}),
     "score": (score, {"from": 4, "to": 8, "step": 8, "component": "records", "tensor": "top1_accuracy"}),
     "outcome": (outcome, {"step": 12, "component": "summary", "tensor": "metrics.top1_accuracy"}),
@@ -320,13 +321,16 @@ def test_a_longer_warm_up_than_claimed(paceline_here: Call, trained: Callable[..
 
 @pytest.mark.thorough
 def test_a_skipped_step(paceline_here: Call, trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    step, calls = torch.optim.SGD.step, []
+    train_step = loop.train_step
 
-    def skip_the_sixth(*arguments: Any, **options: Any) -> Any:
-        calls.append(1)
-        return None if len(calls) == 6 else step(*arguments, **options)
+    def without_the_sixth(run: Any, batches: Any) -> bool:
+        before = copy.deepcopy(run.network.state_dict())
+        stepped = train_step(run, batches)
+        if run.progress.position == 5:
+            run.network.load_state_dict(before)
+        return stepped
 
-    monkeypatch.setattr(torch.optim.SGD, "step", skip_the_sixth)
+    monkeypatch.setattr(loop, "train_step", without_the_sixth)
     path = trained("other", {})
     monkeypatch.undo()
     found = verified(paceline_here, path, 1)["first_difference"]
@@ -467,8 +471,7 @@ def test_a_fork_is_verified_from_its_parents_step(paceline_here: Call, run: Path
 
 
 @pytest.mark.thorough
-@pytest.mark.real_processes
-def test_a_kill_leaves_the_run_before_or_after(paceline: Call, honest: Path, tmp_path: Path) -> None:
+def test_a_kill_leaves_the_run_before_or_after(honest: Path, tmp_path: Path) -> None:
     """Twenty kills, each at another system call that changes the directory."""
     program = """
 import os, signal, sys
@@ -483,15 +486,13 @@ def hook(event, arguments):
 sys.addaudithook(hook)
 sys.exit(run(["rewind", sys.argv[2], "--to", "4"]))
 """
-    import subprocess
-    import sys
-
     run = tmp_path / "run"
     before, seen = fingerprint(honest), set()
     for number in range(1, 400, 20):
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(honest, run)
-        done = subprocess.run([sys.executable, "-c", program, str(number), str(run)], capture_output=True, check=False)
+        words = [sys.executable, "-c", program, str(number), str(run)]
+        done = fork_server.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         is_after = (run / ".set-aside").exists()
         seen.add((done.returncode, is_after))
         kept = run / ".set-aside" / "step-00000012" if is_after else run

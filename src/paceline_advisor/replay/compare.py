@@ -86,7 +86,8 @@ def compare_states(recorded: Path, again: Path, tolerance: float | None) -> Iter
         tolerance: The largest relative difference of a tensor, in the 2-norm; None for equal bits.
     """
     mine, theirs = read_manifest(recorded).components, read_manifest(again).components
-    for name in sorted(mine.keys() | theirs.keys(), key=lambda name: (name not in _FIRST, name)):
+    others = sorted((mine.keys() | theirs.keys()).difference(_FIRST))
+    for name in (*(each for each in _FIRST if each in mine.keys() | theirs.keys()), *others):
         if name in mine.keys() ^ theirs.keys():
             where = "only the run has it" if name in mine else "the run lacks it"
             yield Found(component=name, tensor="", cause=f"{name}: {where}")

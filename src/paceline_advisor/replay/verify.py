@@ -23,12 +23,21 @@ from paceline.host.world import World
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.parsing.units import counted
+from paceline.plugins.references import is_same_class
 from paceline.recipe.load import OWN_LOOP, load_recipe
 from paceline.records.environment import capture_environment
-from paceline.records.reader import read_environment, read_identity, read_recipe, read_summary, wrong_records
+from paceline.records.reader import (
+    read_environment,
+    read_identity,
+    read_plan_to_resume,
+    read_recipe,
+    read_summary,
+    wrong_records,
+)
 from paceline.records.run_directory import RunDirectory, existing_run
 from paceline.reports.audit import audit_run
 from paceline.tasks.facts import geometry_of
+from paceline.tasks.task import task_name
 from paceline.trainer.run_dir_checks import ResumeRequest, check_same_run, fixed_differences
 from paceline.trainer.run_lock import RunLock
 from paceline.trainer.subject import Subject
@@ -41,8 +50,8 @@ from paceline_advisor.replay.points import Stretch, folder_of, in_folder_of, poi
 
 Verdict = Literal["equal", "different", "unknown"]
 
-# Relative difference of a tensor's norm that is allowed where bits may differ. A choice: rounding may grow faster while a
-# run is young, and then nothing can be told.
+# Relative difference of a tensor's norm that is allowed where bits may differ. A choice: rounding may grow faster while
+# a run is young, and then nothing can be told.
 _TOLERANCE_A_STEP, _MOST_TOLERATED = 1e-3, 0.1
 _DRAWN = 3
 _FAKED = 0.1
@@ -331,8 +340,8 @@ def _wrong_files(run: RunDirectory, stretches: Sequence[Stretch]) -> Iterator[Di
         except RunDirectoryError as error:
             sentences = [str(error)]
     for sentence in sentences[:_MOST_NAMED]:
-        found = re.search(r"\bstep (\d+)", sentence)
-        step = None if found is None else int(found[1])
+        found = re.search(r"(after )?step (\d+)", sentence)
+        step = None if found is None else int(found[2]) + bool(found[1])
         inside = next((each for each in stretches if step and each.begin.step < step <= each.end.step), None)
         yield Difference(
             begin=None if inside is None else inside.begin.step,
@@ -357,6 +366,9 @@ def _other_data(run: RunDirectory, stretch: Stretch, environment: Mapping[str, A
     except PacelineError as error:
         raise CannotTellError(f"its recipe cannot be opened here: {error}") from error
     with subject:
+        before, now = read_plan_to_resume(run)["data"].get("task"), task_name(subject.task)
+        if not is_same_class(str(before), now):
+            raise CannotTellError(f"its task, {before}, was given in Python, and the recipe names {now}.")
         geometry = geometry_of(subject.recipe, subject.plan, subject.task)
         request = ResumeRequest(
             recipe=subject.recipe, plan=subject.plan, resume="auto", device_facts={}, geometry=geometry
@@ -364,10 +376,8 @@ def _other_data(run: RunDirectory, stretch: Stretch, environment: Mapping[str, A
         try:
             check_same_run(run, request)
         except RunDirectoryError as error:
-            if error.key == "task":
-                raise CannotTellError(f"its task was given in Python and cannot be imported: {error}") from error
             component = "data" if error.key in _DATA_KEYS else "plan" if error.key else "recipe"
-            cause = str(error).partition("; ")[0].partition(": restore")[0].rstrip(".")
+            cause = re.split(r"[;:] restore|; it can only| Start | Choose ", str(error))[0].rstrip(".")
             cause += _changed_files(run, environment) if component == "data" else ""
             begin, end = stretch.begin.step, stretch.end.step
             yield Difference(
@@ -382,9 +392,10 @@ def _changed_files(run: RunDirectory, environment: Mapping[str, Any]) -> str:
         return ""
     with in_folder_of(dict(environment)):
         root = Path(str(path)).expanduser().absolute()
-    files = [root] if root.is_file() else sorted(each for each in root.rglob("*") if each.is_file())
+    folder = root.parent if root.is_file() else root  # a table names pictures next to it
+    files = sorted(each for each in folder.rglob("*") if each.is_file() and run.root not in each.parents)
     found = [each for each in files if max(each.stat().st_mtime, each.stat().st_ctime) > began]
-    names = [str(each.relative_to(root)) if each != root else each.name for each in found]
+    names = [str(each.relative_to(folder)) for each in found]
     return f"; files written since the run started: {named(names, _MOST_NAMED)}" if names else ""
 
 
