@@ -519,31 +519,6 @@ class Rewind:
     to: Annotated[int, Ge(1), Shape(metavar="STEP", required=True), "Step of the checkpoint."]
 
 
-@command("fork", group="Train", place=3)
-@frozen
-class Fork:
-    """Train a new run from a checkpoint of RUN, with KEY=VALUE changed.
-
-    The order of samples is the same, so that the difference between both runs is the keys'. RUN is not changed. The
-    same command, or `paceline resume NEW`, resumes the new run.
-
-    Examples:
-      paceline fork runs/photos --at 2000 optimizer.lr=0.05 --run-dir runs/slower
-    """
-
-    run: Annotated[Path, Shape(recipe=True)]
-    overrides: Overrides = ()
-    at: Annotated[int, Ge(1), Shape(metavar="STEP", required=True), "Step of the checkpoint."]
-    run_dir: Annotated[Path, Shape(metavar="NEW", required=True), "Directory of the new run."]
-    processes: Annotated[OptionalCount, "Start N ranks on this machine (default: as RUN had)."] = None
-
-    def stream(self, *, as_json: bool) -> int:
-        """Make the new run, and train it."""
-        from paceline_advisor.replay.rewind import fork
-
-        return fork(self, as_json=as_json)
-
-
 # ------------------------------------------------------------------------------------------------ studies
 
 Measure = Literal["curve", "surface", "trajectory", "sharpness", "curvature", "line"]

@@ -160,7 +160,10 @@ def test_every_stretch_and_what_a_draw_proves(paceline_here: Call, run: Path) ->
         {"optimizer.name": "adamw", "optimizer.momentum": None, "model.options.dropout": 0.3},
         {"train.ema": None, "checkpoint.keep": 1},
         {"evaluate.every": None, "telemetry.noise_scale": "2 steps", "batch.micro_size": 8},
-        {"model.adapters.rank": 2, "train.ema": None, "optimizer.name": "adamw", "optimizer.momentum": None},
+        pytest.param(
+            {"model.adapters.rank": 2, "train.ema": None, "optimizer.name": "adamw", "optimizer.momentum": None},
+            marks=pytest.mark.real_processes,  # torchao starts threads as it is imported, which a fork does not have
+        ),
         {"evaluate.patience": 1, "evaluate.every": "2 steps", "optimizer.lr": 1e-6},
     ],
     ids=["accumulation", "adamw", "pruned", "noise", "lora", "patience"],

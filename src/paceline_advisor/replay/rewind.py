@@ -22,7 +22,6 @@ from paceline.checkpoint.format import TensorSpec
 from paceline.checkpoint.manifest import read_components
 from paceline.checkpoint.manifest import verify as verify_checkpoint
 from paceline.checkpoint.store import CheckpointStore
-from paceline.cli.train import Resume
 from paceline.command import Log
 from paceline.errors import CheckpointError, RecipeError, RunDirectoryError
 from paceline.host.world import World
@@ -49,7 +48,7 @@ from paceline.trainer.run_dir_checks import ResumeRequest, check_same_run
 from paceline.trainer.run_lock import RunLock
 from paceline.trainer.subject import Subject
 from paceline_advisor import Json
-from paceline_advisor.commands import Fork, Rewind
+from paceline_advisor.commands import Rewind
 from paceline_advisor.replay.points import Point, copy_as_of, in_folder_of, link_tree, sync_tree
 
 ASIDE = ".set-aside"
@@ -107,35 +106,36 @@ def rewind(options: Rewind, log: Log) -> Document:
     return Document(document=document, shown=Shown(blocks=lines))
 
 
-def fork(options: Fork, *, as_json: bool) -> int:
-    """Make a new run from a checkpoint, and train it; the same command resumes it.
+def fork(source: Path, target: Path, step: int, overrides: Sequence[str]) -> None:
+    """Make the directory of a new run that begins at a checkpoint; does nothing if this fork is there already.
+
+    Args:
+        source: The run.
+        target: The directory to make.
+        step: Step of the checkpoint.
+        overrides: Changes of the recipe.
 
     Raises:
         PacelineError: If there is no such checkpoint, or the changed recipe does not fit it; nothing is left then.
     """
-    run, target = existing_run(options.run.resolve()), options.run_dir.absolute()
+    run = existing_run(source.resolve())
     parent = read_identity(run)
     if parent is None:
         raise RunDirectoryError(f"'{run.identity}' is missing or damaged; restore it from a copy.", path=run.root)
-    origin = {"run_id": parent.id, "step": options.at}
+    origin = {"run_id": parent.id, "step": step}
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
         own = read_identity(RunDirectory(target))
         if own is None or own.parent != origin:
             raise RunDirectoryError(f"'{target}' exists and is not this fork; choose another --run-dir.", path=target)
-    else:
-        _make_fork(run, target, origin, options)
-    return Resume(run=target, processes=options.processes).stream(as_json=as_json)
-
-
-def _make_fork(run: RunDirectory, target: Path, origin: dict[str, object], options: Fork) -> None:
-    point = _checkpoint(run, options.at)
-    loaded = load_recipe(run.root, options.overrides)
-    for key in set_by(options.overrides):
+        return
+    point = _checkpoint(run, step)
+    loaded = load_recipe(run.root, overrides)
+    for key in set_by(overrides):
         if key in _FIXED:
             raise RecipeError(f"{key} cannot change in a fork: {_FIXED[key]}; train a new run instead.", key=key)
     recipe, identity = loaded.recipe, Identity.new()
     identity = replace(identity, has_checkpoint=True, parent=origin)
-    if "checkpoint.mirror" not in set_by(options.overrides):
+    if "checkpoint.mirror" not in set_by(overrides):
         recipe = recipe.without_mirror()
     settings = _check_fits(run, point, recipe)
     target.parent.mkdir(parents=True, exist_ok=True)

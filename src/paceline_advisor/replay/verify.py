@@ -218,7 +218,11 @@ def _verify(run: RunDirectory, options: Verify, report: VerifyReport, log: Log) 
     for each in (outcome.difference for outcome in outcomes):
         if each is not None:
             differences.append(replace(each, cause=f"{each.cause}{changed}") if each.component != "best" else each)
-    return _judged(report, outcomes, _in_order(differences), is_strict=not unlike or options.tolerance is not None)
+    judged = _judged(report, outcomes, _in_order(differences), is_strict=not unlike or options.tolerance is not None)
+    if judged.verdict == "equal" and options.step is not None:
+        follow = f"{len(outcomes)} of {counted(len(stretches), 'stretch')} follow from recipe, data and seed"
+        judged = replace(judged, confidence=f"{follow}; the others were not drawn, and nothing is said of them")
+    return judged
 
 
 def _judged(
