@@ -133,7 +133,7 @@ def nudge(tensor: torch.Tensor, at: int) -> None:
 # ------------------------------------------------------------------------------------------------ honest runs
 
 
-@pytest.mark.everyday
+@pytest.mark.thorough
 def test_an_honest_run_is_equal(paceline_here: Call, run: Path) -> None:
     document = verified(paceline_here, run, 0, "--step", "4:8")
     assert document["segments"] == [{"from": 4, "to": 8, "equal": True}]
@@ -162,7 +162,7 @@ def test_every_stretch_and_what_a_draw_proves(paceline_here: Call, run: Path) ->
         {"evaluate.every": None, "telemetry.noise_scale": "2 steps", "batch.micro_size": 8},
         pytest.param(
             {"model.adapters.rank": 2, "train.ema": None, "optimizer.name": "adamw", "optimizer.momentum": None},
-            marks=pytest.mark.real_processes,  # torchao starts threads as it is imported, which a fork does not have
+            marks=pytest.mark.real_processes,  # forked from a warm server, such a launch does not end
         ),
         {"evaluate.patience": 1, "evaluate.every": "2 steps", "optimizer.lr": 1e-6},
     ],
@@ -285,7 +285,6 @@ TAMPERED: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
     "name",
     [each if each == "recipe" else pytest.param(each, marks=pytest.mark.thorough) for each in TAMPERED],
 )
-@pytest.mark.everyday
 def test_what_is_tampered_with_is_named(paceline_here: Call, run: Path, name: str) -> None:
     tamper, expected = TAMPERED[name]
     tamper(run)
