@@ -85,13 +85,11 @@ class Engine:
 
     Attributes:
         run: The run.
-        environment: Its ``environment.json``.
         folder: The folder that it was started in, if it exists.
         tolerance: The largest relative difference of a tensor after a number of steps; None for equal bits.
     """
 
     run: RunDirectory
-    environment: Mapping[str, Any]
     folder: Path | None
     tolerance: Callable[[int], float] | None
 

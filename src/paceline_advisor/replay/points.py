@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,7 @@ def stretches_of(points: tuple[Point, ...]) -> tuple[Stretch, ...]:
 
 
 @contextlib.contextmanager
-def in_folder_of(environment: dict[str, Any]) -> Any:
+def in_folder_of(environment: dict[str, Any]) -> Iterator[None]:
     """Context in the folder that the run was started in, if it exists: relative paths of its data begin there."""
     folder = folder_of(environment)
     with contextlib.nullcontext() if folder is None else contextlib.chdir(folder):

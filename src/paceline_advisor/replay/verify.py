@@ -209,7 +209,6 @@ def _verify(run: RunDirectory, options: Verify, report: VerifyReport, log: Log) 
         return replace(report, verdict="different", differences=_in_order(differences), confidence=confidence)
     engine = Engine(
         run=run,
-        environment=environment,
         folder=folder_of(environment),
         tolerance=_tolerance(options.tolerance, unlike=bool(unlike)),
     )
