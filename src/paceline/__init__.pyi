@@ -38,6 +38,7 @@ __all__ = [
     "report",
     "resume",
     "train",
+    "verify",
 ]
 
 __version__: str
@@ -126,3 +127,13 @@ def resume(
     until: str | None = None,
     trust_code: bool = False,
 ) -> TrainResult: ...
+def verify(
+    run: str | Path,
+    *,
+    segments: int | None = None,
+    all: bool = False,
+    step: str | None = None,
+    seed: int | None = None,
+    tolerance: float | None = None,
+    trust_code: bool = False,
+) -> CommandResult: ...

@@ -414,7 +414,7 @@ def bench() -> click.Group:
 # ------------------------------------------------------------------------------------------------ is it right?
 
 
-@command("prove", runs="paceline_advisor.prove.study:prove", group="Verify", place=1)
+@command("prove", runs="paceline_advisor.prove.study:prove", group="Verify", place=2)
 @frozen
 class Prove(RecipeCommand):
     """Prove that a recipe computes what it says, also with your own code.
@@ -435,7 +435,7 @@ class Prove(RecipeCommand):
     processes: Annotated[Count, "Compare with a run of N processes; 1 skips this."] = 2
 
 
-@command("drill", runs="paceline_advisor.drill.study:drill", group="Verify", place=2)
+@command("drill", runs="paceline_advisor.drill.study:drill", group="Verify", place=3)
 @frozen
 class Drill(RecipeCommand):
     """Kill and disturb runs of a recipe, and check that nothing is lost.
@@ -456,6 +456,67 @@ class Drill(RecipeCommand):
     steps: Annotated[Count, "Length of a run."] = 40
     only: Annotated[tuple[str, ...], Shape(metavar="NAME[,NAME]..."), "Try these faults only."] = ()
     keep: Annotated[bool, "Keep the scratch directory, and print its path."] = False
+
+
+def _steps(text: str) -> range:
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise ValueError(f"'{text}' is not two steps, the first before the second, such as 20:40")
+    return range(int(first), int(last))
+
+
+@command("verify", runs="paceline_advisor.replay.verify:verify", group="Verify", place=1)
+@frozen
+class Verify:
+    """Compute stretches of RUN again, and compare every bit.
+
+    A stretch lies between two checkpoints. It is trained again in a temporary directory, from the recipe and the data,
+    with as many processes as the run had; model, moving average, optimizer, buffers, ledger, logged losses and scores
+    are compared. By default three stretches drawn at random, and the last. On another kind of processor or with other
+    versions, numbers are compared within a tolerance. Nothing of the run is changed.
+
+    Exits with 0 if all is equal, 1 if something differs, and 3 if that cannot be told here.
+
+    Examples:
+      paceline verify runs/photos
+      paceline verify runs/photos --all --json
+      paceline verify runs/photos --step 2000:4000
+    """
+
+    run: Annotated[Path, Shape(recipe=True)]
+    segments: Annotated[OptionalCount, "Stretches to draw, in addition to the last (default: 3)."] = None
+    all: Annotated[bool, Shape(without=("segments", "step", "seed")), "Compute every stretch again."] = False
+    step: Annotated[
+        range | None,
+        Shape(metavar="A:B", parse=_steps, without=("segments", "seed")),
+        "Compute the stretches again that hold these steps.",
+    ] = None
+    seed: Annotated[int | None, Ge(0), "Seed of the draw (default: another one each time; it is printed)."] = None
+    tolerance: Annotated[
+        float | None,
+        Gt(0),
+        "Relative difference of a tensor that counts as equal, wherever it is computed (default: none on the same kind "
+        "of processor, threads and versions).",
+    ] = None
+
+
+# ------------------------------------------------------------------------------------------------ go back
+
+
+@command("rewind", runs="paceline_advisor.replay.rewind:rewind", group="Train", place=2)
+@frozen
+class Rewind:
+    """Go back to a checkpoint of RUN; what comes after is set aside, never deleted.
+
+    `paceline resume RUN` then trains on from there, also if the run was finished. What comes after is kept in
+    RUN/.set-aside as a complete run directory; a line says how to bring it back.
+
+    Examples:
+      paceline rewind runs/photos --to 2000
+    """
+
+    run: Path
+    to: Annotated[int, Ge(1), Shape(metavar="STEP", required=True), "Step of the checkpoint."]
 
 
 # ------------------------------------------------------------------------------------------------ studies

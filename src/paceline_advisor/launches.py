@@ -36,13 +36,20 @@ class CommandProcess:
             pipe open.
         limit_seconds: Time limit, after which it is killed.
         variables: Additional environment variables.
+        folder: Its working directory; None for this process's.
 
     Raises:
         LaunchError: If it cannot be started.
     """
 
     def __init__(
-        self, arguments: list[str], log: Path, *, limit_seconds: float, variables: Mapping[str, str] | None = None
+        self,
+        arguments: list[str],
+        log: Path,
+        *,
+        limit_seconds: float,
+        variables: Mapping[str, str] | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._deadline = time.monotonic() + limit_seconds
         self._limit = limit_seconds
@@ -55,6 +62,7 @@ class CommandProcess:
             child = self._group.start(
                 [sys.executable, "-P", "-m", "paceline", *arguments],
                 env={**without_rank_variables(os.environ), "TMPDIR": temporary, **(variables or {})},
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=self._out,
                 stderr=self._err,

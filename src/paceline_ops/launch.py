@@ -235,7 +235,7 @@ class Kubernetes(_Job):
         return Document(document={"manifest": text}, shown=Shown(blocks=[text.removesuffix("\n")]))
 
 
-@command("launch", commands=(Slurm, Torchrun, Kubernetes), group="Train", place=3)
+@command("launch", commands=(Slurm, Torchrun, Kubernetes), group="Train", place=5)
 class Launch:
     """Write and submit a job for Slurm, torchrun or Kubernetes.
 

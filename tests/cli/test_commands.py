@@ -37,12 +37,12 @@ STEP_KEYS = {
 EVALUATION_KEYS = {"split", "weights", "samples", "loss", "top1_accuracy", "top5_accuracy"}
 
 IN_ORDER = {
-    "Train": "train resume watch launch",
+    "Train": "train resume rewind fork watch launch",
     "Use": "evaluate predict export serve report",
     "Data": "check-data review pack",
     "Before a run": "estimate plan scale",
     "Advise": "doctor find-lr find-batch tune",
-    "Verify": "audit prove drill",
+    "Verify": "audit verify prove drill",
     "Study": "bench roofline noise-scale sweep-batch landscape formulas",
     "More": "recipes models explain import labs env mlperf completion",
 }

@@ -42,6 +42,7 @@ REQUIRED = {
     "--mount": "/",
     "--deadline": "8h",
     "--search": "search.yaml",
+    "--at": "2",
 }
 MORE = {
     "plan": ("--deadline", "8h"),

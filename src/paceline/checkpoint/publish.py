@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.parsing.units import TimeSpan, format_seconds
+from paceline.records.reader import read_identity
 from paceline.records.run_directory import Identity, RunDirectory, write_identity, write_text
 
 if TYPE_CHECKING:  # so that a thread that writes needs no torch, and a loop without a recipe no pydantic
@@ -262,7 +263,9 @@ class Publisher:
         directory.check_in_place()
         path = self.store.save(step, states, facts, replace=True, file_metadata=self.file_metadata, sharded=sharded)
         directory.check_in_place()
-        write_identity(directory, Identity(self.facts["run"], has_checkpoint=True))
+        own = read_identity(directory)
+        own = own if own is not None and own.id == self.facts["run"] else Identity(self.facts["run"])
+        write_identity(directory, replace(own, has_checkpoint=True))
         if not directory.recipe.exists():  # removed during training: without it, the run cannot be resumed
             from paceline.recipe.load import to_yaml
 

@@ -374,6 +374,7 @@ class Summary:
         parameters: Number of the model's trainable parameters.
         ledger: Result of the ledger; None if it was not counted.
         resumes: How often the run was resumed.
+        parent: Of a fork, the ``run_id`` and ``step`` that it began from.
         details: Further facts.
     """
 
@@ -395,6 +396,7 @@ class Summary:
     parameters: int
     ledger: LedgerFacts | None
     resumes: int = 0
+    parent: Mapping[str, Any] | None = None
     phase_fractions: Mapping[str, float] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
 
@@ -404,7 +406,10 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object written to ``summary.json``."""
-        return asdict(self)
+        document = asdict(self)
+        if self.parent is None:
+            del document["parent"]
+        return document
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Summary:
@@ -438,8 +443,10 @@ def read_identity(directory: RunDirectory) -> Identity | None:
         if isinstance(error, VersionError) or (isinstance(cause, OSError) and not isinstance(cause, absent)):
             raise
         return None
-    run_id, has_checkpoint = document.get("id"), document.get("has_checkpoint")
-    return Identity(run_id, has_checkpoint) if isinstance(run_id, str) and isinstance(has_checkpoint, bool) else None
+    run_id, has_checkpoint, parent = (document.get(key) for key in ("id", "has_checkpoint", "parent"))
+    if not isinstance(run_id, str) or not isinstance(has_checkpoint, bool):
+        return None
+    return Identity(run_id, has_checkpoint, parent if isinstance(parent, Mapping) else None)
 
 
 def recorded_runs(directory: RunDirectory) -> Iterator[str]:

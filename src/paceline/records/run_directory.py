@@ -316,10 +316,12 @@ class Identity:
     Attributes:
         id: Random; also in the manifest of each of the run's checkpoints.
         has_checkpoint: Whether a checkpoint was ever complete. From then on the run never starts over by itself.
+        parent: Of a fork, the ``run_id`` and ``step`` that it began from.
     """
 
     id: str
     has_checkpoint: bool = False
+    parent: Mapping[str, Any] | None = None
 
     @classmethod
     def new(cls) -> Identity:
@@ -333,7 +335,8 @@ def write_identity(directory: RunDirectory, identity: Identity) -> None:
     Raises:
         RunDirectoryError: If the disk fails.
     """
-    path, text = directory.identity, encode_json(asdict(identity), indent=2) + "\n"
+    content = {key: value for key, value in asdict(identity).items() if value is not None}
+    path, text = directory.identity, encode_json(content, indent=2) + "\n"
     with file_operation("read", path):
         if path.is_file() and path.read_bytes() == text.encode():
             return

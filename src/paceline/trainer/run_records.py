@@ -18,7 +18,7 @@ from paceline.parsing.plain_text import utf8
 from paceline.parsing.units import counted
 from paceline.records.events import EvaluationEvent, ObservationEvent, Status, StepEvent
 from paceline.records.ledger import count_epochs
-from paceline.records.reader import Summary
+from paceline.records.reader import Summary, read_identity
 from paceline.records.run_directory import encode_json, write_text
 from paceline.telemetry.clock import peak_memory_bytes
 from paceline.telemetry.meter import PHASES
@@ -235,6 +235,7 @@ def summarise(run: SavedRun, status: Status, ending: str, sha256: Mapping[str, s
         parameters=plan.parameters or 0,
         ledger=ledger,
         resumes=progress.resumes,
+        parent=None if (own := read_identity(run.directory)) is None else own.parent,
         details=details,
     )
 

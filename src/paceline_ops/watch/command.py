@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline_ops.watch.screen import WatchedRun
 
 
-@command("watch", group="Train", place=2)
+@command("watch", group="Train", place=4)
 @dataclass(frozen=True, kw_only=True)
 class Watch:
     """Watch runs in the terminal while they train.

@@ -1,0 +1,277 @@
+"""Compute a stretch of a run again, with the trainer, the recipe and the processes that the run had."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.manifest import verify as verify_checkpoint
+from paceline.checkpoint.store import CheckpointStore, checkpoint_name
+from paceline.command import Log
+from paceline.errors import CheckpointError, RunDirectoryError
+from paceline.parsing.units import Duration, format_seconds
+from paceline.recipe.load import to_yaml
+from paceline.recipe.running import Profile
+from paceline.records.reader import read_events, read_json
+from paceline.records.run_directory import RunDirectory
+from paceline_advisor import Json, frozen
+from paceline_advisor.apply import with_values
+from paceline_advisor.launches import CommandProcess, last_step, said
+from paceline_advisor.replay.compare import (
+    Difference,
+    Found,
+    compare_ledgers,
+    compare_outcomes,
+    compare_records,
+    compare_states,
+)
+from paceline_advisor.replay.points import Point, Stretch, copy_as_of
+
+_POLL_SECONDS = 0.1
+_STOPPED = 75
+
+# What only writes for people: none of it changes a number. What is logged and when does, so it stays.
+_QUIET: Mapping[str, Any] = {
+    "checkpoint.every": None,
+    "telemetry.trackers": (),
+    "telemetry.mlperf": False,
+    "telemetry.report": False,
+    "telemetry.profile": Profile(),
+}
+
+Progress = Callable[[int], None]
+"""Told how many global batches of a stretch are done."""
+
+
+class NotReplayedError(Exception):
+    """A stretch could not be computed again here; the message says why."""
+
+
+@frozen
+class Outcome:
+    """A stretch that was computed again.
+
+    Attributes:
+        stretch: The stretch.
+        difference: The first difference; None if there is none.
+        is_within: Whether bits differ, but by no more than the tolerance.
+        unknown: Why it could not be computed again; empty if it was.
+        seconds: How long it took.
+    """
+
+    stretch: Stretch
+    difference: Difference | None = None
+    is_within: bool = False
+    unknown: str = ""
+    seconds: float = 0.0
+
+    def to_json(self) -> Json:
+        """Return it as one JSON object; ``equal`` is null if it could not be computed again."""
+        ends = {"from": self.stretch.begin.step, "to": self.stretch.end.step}
+        return {**ends, "equal": None if self.unknown else self.difference is None}
+
+
+@frozen
+class Engine:
+    """Computes stretches of one run again.
+
+    Attributes:
+        run: The run.
+        folder: The folder that it was started in, if it exists.
+        tolerance: The largest relative difference of a tensor after a number of steps; None for equal bits.
+    """
+
+    run: RunDirectory
+    folder: Path | None
+    tolerance: Callable[[int], float] | None
+
+    def replay(self, stretch: Stretch, progress: Progress) -> Outcome:
+        """Compute a stretch again in a temporary directory, and compare it."""
+        started = time.perf_counter()
+        with _scratch() as scratch:
+            try:
+                for point in (stretch.begin, stretch.end):
+                    if point.path is not None:
+                        verify_checkpoint(point.path)
+                again = self._train(stretch, scratch, progress)
+                difference, is_within = self._compare(stretch, again)
+            except NotReplayedError as error:
+                return Outcome(stretch=stretch, unknown=str(error), seconds=time.perf_counter() - started)
+            except (CheckpointError, RunDirectoryError) as error:
+                difference, is_within = _whole(stretch, "files", str(error)), False
+        seconds = time.perf_counter() - started
+        return Outcome(stretch=stretch, difference=difference, is_within=is_within, seconds=seconds)
+
+    # Train
+
+    def _train(self, stretch: Stretch, scratch: Path, progress: Progress) -> RunDirectory:
+        recipe = with_values(stretch.end.recipe(self.run).without_mirror(), _QUIET)
+        threads = stretch.end.state("clock").get("conditions", {}).get("threads_per_process")
+        if threads and read_json(self.run.plan).get("device") == "cpu":
+            recipe = with_values(recipe, {"parallel.threads": threads})
+        begin, again = stretch.begin, RunDirectory(scratch / "run")
+        if begin.path is not None:
+            copy_as_of(self.run, begin, again.root, steps=[begin.step], place=_symlink)
+        launches = list(self._launches(stretch))
+        for number, (world_size, total, end) in enumerate(launches):
+            changed: dict[str, Any] = {"train.until": Duration(end, "steps") if end < total else None}
+            if total != launches[-1][1]:  # the run was made longer later, and the checkpoint has the later recipe
+                changed["train.duration"] = Duration(total, "steps")
+            source = scratch / "recipe.yaml"
+            source.write_text(to_yaml(with_values(recipe, changed)), encoding="utf-8")
+            if begin.path is not None:
+                shutil.copyfile(source, again.recipe)
+            arguments = ["train", str(source), "--run-dir", str(again.root), "--processes", str(world_size)]
+            self._launch(arguments, scratch / f"launch-{number}", again, stretch, progress)
+        return again
+
+    def _launch(
+        self, arguments: list[str], log: Path, again: RunDirectory, stretch: Stretch, progress: Progress
+    ) -> None:
+        with CommandProcess(arguments, log, limit_seconds=math.inf, folder=self.folder) as launch:
+            while launch.process.poll() is None:
+                time.sleep(_POLL_SECONDS)
+                progress(max(0, last_step(again.root) - stretch.begin.step))
+            code = launch.wait()
+        if code not in (0, _STOPPED):
+            raise NotReplayedError(f"{stretch} cannot be computed again here: {said(launch) or f'exit code {code}'}")
+
+    def _launches(self, stretch: Stretch) -> Iterator[tuple[int, int, int]]:
+        """Yield the launches of the run that took these steps: processes, length of the run, and last position."""
+        begin, end = stretch.begin.position, stretch.end.position
+        total = int(read_json(self.run.plan).get("total_steps", end))
+        saved = stretch.end.facts.get("world_size")
+        launches = list[tuple[Any, ...]]()  # first position, processes, length
+        for event in read_events(self.run.events, kinds=("start",)) if self.run.events.is_file() else ():
+            launch: Any = tuple(event.get(key) for key in ("position", "world_size", "total_steps"))
+            if all(type(each) is int for each in launch) and min(launch[1:]) > 0:
+                launches = [*(each for each in launches if each[0] < launch[0]), launch]
+        firsts = [each for each in launches if each[0] < end]
+        if not firsts or firsts[0][0] > begin or (type(saved) is int and firsts[-1][1] != saved):
+            yield int(saved or 1), total, end
+            return
+        for (first, world_size, length), after in zip(firsts, [*firsts[1:], (end, 0, 0)], strict=True):
+            if after[0] > max(first, begin):
+                yield world_size, max(length, after[0]), after[0]
+
+    # Compare
+
+    def _compare(self, stretch: Stretch, again: RunDirectory) -> tuple[Difference | None, bool]:
+        found = self._first_difference(stretch, again, None)
+        if found is None or self.tolerance is None:
+            return found, False
+        difference = self._first_difference(stretch, again, self.tolerance(stretch.batches))
+        return difference, difference is None
+
+    def _first_difference(self, stretch: Stretch, again: RunDirectory, tolerance: float | None) -> Difference | None:
+        begin, end, recorded = stretch.begin, stretch.end, stretch.end.path
+        assert recorded is not None  # only the start of a run has none
+        newest = CheckpointStore(again.checkpoints).steps()[-1:]
+        made = again.checkpoints / checkpoint_name(newest[0] if newest else end.step)
+        if newest and Point.of(made).position != end.position:
+            return _whole(stretch, "progress", f"{stretch}: computed again, the run ends after step {newest[0]}")
+        state = next(compare_states(recorded, made, tolerance), None)
+        record = compare_records(self.run, again, begin.position, end.position, tolerance)
+        ledger = compare_ledgers(self.run, again, begin.position, end.position)
+        at = partial_difference(stretch)
+        if ledger is not None and (record is None or ledger[0] <= record.step):
+            return at(ledger[0], Found(component="ledger", tensor="", cause=ledger[1]))
+        if record is not None and state is None:
+            only = "; the state is equal, so only the record differs"
+            return at(record.step, Found(component="records", tensor=record.name, cause=record.cause + only))
+        if state is not None:
+            if record is None or record.step > end.step:
+                return at(end.step, state)
+            return at(record.step, replace(state, cause=f"{record.cause}; after it, {state.cause}"))
+        return self._other_files(stretch, again) if tolerance is None else None
+
+    def _other_files(self, stretch: Stretch, again: RunDirectory) -> Difference | None:
+        """Compare the outcome and the best evaluation, if this is the run's last stretch."""
+        end, at = stretch.end, partial_difference(stretch)
+        if end.step != max(CheckpointStore(self.run.checkpoints).steps()):
+            return None
+        best = CheckpointStore(self.run.checkpoints).read_best()
+        if best is not None and best != end.best():
+            cause = f"best.json says {best}, and the run's best evaluation is {end.best()}"
+            return at(end.step, Found(component="best", tensor="best.json", cause=cause))
+        if not self.run.summary.is_file():
+            return None
+        summary, new = read_json(self.run.summary), read_json(again.summary)
+        if summary.get("status") == "failed" or summary.get("step") != end.step:
+            return None
+        if found := compare_outcomes(summary, new):
+            return at(end.step, Found(component="summary", tensor=found[0], cause=found[1]))
+        return None
+
+
+def partial_difference(stretch: Stretch) -> Callable[[int, Found], Difference]:
+    """Return a function that makes a difference in a stretch from a step and what was found."""
+
+    def make(step: int, found: Found) -> Difference:
+        return Difference(
+            begin=stretch.begin.step,
+            end=stretch.end.step,
+            step=step,
+            component=found.component,
+            tensor=found.tensor or None,
+            index=found.index,
+            ulps=found.ulps,
+            cause=found.cause,
+        )
+
+    return make
+
+
+def _whole(stretch: Stretch, component: str, cause: str) -> Difference:
+    return Difference(begin=stretch.begin.step, end=stretch.end.step, step=None, component=component, cause=cause)
+
+
+def _symlink(source: Path, target: Path) -> None:
+    target.symlink_to(source.resolve())
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="paceline-verify-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def progress_bar(total: int, log: Log) -> Iterator[Callable[[int, str], None]]:
+    """Show how many of all steps are done, with the time left: a bar on a terminal, otherwise a line a stretch.
+
+    Gives a function of the steps done, and of a sentence about a stretch that has ended.
+    """
+    started = time.perf_counter()
+
+    def left(done: int) -> str:
+        spent = time.perf_counter() - started
+        return f", about {format_seconds(spent * (total - done) / done)} left" if 0 < done < total else ""
+
+    if not sys.stderr.isatty():
+        yield lambda done, said: log(f"{said}{left(done)}") if said else None
+        return
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("steps", total=total)
+
+        def show(done: int, said: str) -> None:
+            bars.update(task, completed=done)
+            if said:
+                bars.console.print(said, markup=False)
+
+        yield show
