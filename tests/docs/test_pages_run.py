@@ -25,7 +25,8 @@ MARK = "\x1e"
 LONG = (
     "batch-size.md", "bench.md", "course.md", "datasets.md", "doctor.md", "export.md", "find-lr.md", "kubernetes.md",
     "memory.md", "migrate.md", "own-code.md", "packing.md", "prove.md", "recipes.md", "recommendation.md",
-    "replay.md",     "scaling.md", "several-processes.md", "stop-and-resume.md", "tutorial.md", "watching.md", "where-time-goes.md",
+    "replay.md", "scaling.md", "several-processes.md", "stop-and-resume.md", "tutorial.md", "watching.md",
+    "where-time-goes.md",
 )  # fmt: skip
 # Pages whose commands need a library of an extra.
 NEEDS = {"course.md": "jupytext"}
