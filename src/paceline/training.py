@@ -102,7 +102,10 @@ def train(
     if processes > 1:
         return _train_in_processes(loaded, options, processes, quiet=quiet)
     with restore_torch_settings(), restore_random_states(None):
-        return replace(train_recipe(loaded, options), make_task=task)
+        result = replace(train_recipe(loaded, options), make_task=task)
+    if result.learning:
+        sys.stderr.write(f"paceline: warning: {result.learning}\n")
+    return result
 
 
 def _is_path(run_dir: Any) -> bool:

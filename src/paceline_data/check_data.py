@@ -106,7 +106,7 @@ class CheckData:
         if is_run:
             self._refuse_unused(of_images)
         if of_images:
-            with _progress() as progress:
+            with progress_bar() as progress:
                 report = check_data(
                     self.source,
                     self.overrides,
@@ -155,7 +155,7 @@ class CheckData:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
+def progress_bar() -> Iterator[Progress]:
     """Return a progress bar on a terminal; nothing if standard error is a file."""
     if not sys.stderr.isatty():
         yield lambda _task, _done, _total: None
@@ -253,7 +253,7 @@ def _of_labels(labels: WrongLabels, root: str | None) -> Iterator[str | Text]:
     if labels.found:
         heading = f"[{_COLOURS['notice']}]notice[/]  [bold]{counted(len(labels.found), 'likely wrong label')}[/]"
         yield Text.from_markup(heading).append(
-            ": the network contradicts them; look at them (--output DIR writes a page)"
+            ": the network contradicts them; look at them with `paceline review` (or --output DIR)"
         )
         for each in labels.found[:_NAMED]:
             where = f"{each.split} {each.id}, {_relative(each.sample, root)}"

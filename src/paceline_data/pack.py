@@ -170,7 +170,7 @@ def _with_packers() -> type[_Pack]:
         added.append((name, Annotated[bool, flag], False))
         added += [(each.name, hints[each.name], each.default) for each in fields(packer)]
     namespace = {"__doc__": f"{text}{_EXAMPLES}{examples}"}
-    return command("pack", group="Data", place=1)(
+    return command("pack", group="Data", place=2)(
         make_dataclass("Pack", added, bases=(_Pack,), namespace=namespace, frozen=True, kw_only=True)
     )
 

@@ -96,10 +96,6 @@ class Serve:
                 raise PacelineError(
                     f"{self.target} is a model of {predictor.unit}, and serve takes images and texts; use predict."
                 )
-            if predictor.draws and not predictor.kind.per_label:
-                raise PacelineError(
-                    f"{self.target} is a segmentation model, which cannot be served; use paceline predict --draw DIR."
-                )
 
             def ready() -> None:
                 if not address.is_loopback:

@@ -1,15 +1,23 @@
-"""Draw objects into pictures, for the report."""
+"""Draw objects into pictures, for the report and for predictions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.metrics.answers import THUMBNAIL_PIXELS
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish.
 _COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")
+
+
+def device_of(model: Any) -> torch.device:
+    """Return the device of a network, or of a wrapper of one."""
+    device: torch.device = next(next(iter(model.modules())).parameters()).device
+    return device
 
 
 def draw_objects(

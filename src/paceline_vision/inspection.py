@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.data.image.dataset import ImageDataset
 from paceline.data.image.source import Image
-from paceline.plugins.dataset_registry import open_registered
+from paceline.plugins.dataset_registry import PictureHooks, open_registered
 from paceline.recipe.data import Data
 from paceline.recipe.schema import Recipe
 from paceline_vision.detection.dataset import BoxDataset, BoxSource, read_fitting
@@ -70,10 +70,10 @@ def pictures_with_boxes(recipe: Recipe) -> tuple[ImageDataset, tuple[str, ...]]:
 
 
 def pictures_with_label_maps(recipe: Recipe) -> tuple[ImageDataset, tuple[str, ...]]:
-    """Open the pictures of a segmentation data set, of whose label maps nothing is implausible."""
+    """Open the pictures of a segmentation data set, with a sentence for each kind of implausible mask."""
     opened = open_registered(recipe.data.dataset, {"masks": MaskDataset}, recipe.data)
     train, validation = map(_of_masks, (opened.train, opened.validation))
-    return _as_images(recipe.data, train, validation, opened.classes, opened.left_out), ()
+    return _as_images(recipe.data, train, validation, opened.classes, opened.left_out), opened.implausible
 
 
 def _as_images(
@@ -90,3 +90,8 @@ def _as_images(
         left_out=left_out,
         image_size=_SIZE if data.image_size == "auto" else data.image_size,
     )
+
+
+# What chooses a recipe is named, since the data sets must not import torch.
+WITH_BOXES = PictureHooks(pictures_with_boxes, "paceline_vision.first_recipe:choose_detector")
+WITH_LABEL_MAPS = PictureHooks(pictures_with_label_maps, "paceline_vision.first_recipe:choose_segmenter")

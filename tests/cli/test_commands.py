@@ -39,7 +39,7 @@ EVALUATION_KEYS = {"split", "weights", "samples", "loss", "top1_accuracy", "top5
 IN_ORDER = {
     "Train": "train resume watch launch",
     "Use": "evaluate predict export serve report",
-    "Data": "check-data pack",
+    "Data": "check-data review pack",
     "Before a run": "estimate plan scale",
     "Advise": "doctor find-lr find-batch tune",
     "Verify": "audit prove drill",

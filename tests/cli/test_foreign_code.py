@@ -132,7 +132,7 @@ def test_no_command_imports_what_a_run_names(paceline_here: Call, here: Path, fi
                 assert done.code == 2
                 refused.add((words[0], target))
     recipes = {"train", "launch", "estimate", "find-lr", "find-batch", "doctor", "roofline", "bench", "noise-scale"}
-    recipes |= {"sweep-batch", "tune", "scale", "plan", "check-data", "prove", "drill"}
+    recipes |= {"sweep-batch", "tune", "scale", "plan", "check-data", "review", "prove", "drill"}
     assert {(name, each) for name in recipes for each in ("run", "run/recipe.yaml")} <= refused
     # To answer, the data are not opened and nothing is scored, nor is the task that made the samples where the network
     # is only timed; and what only training imports is not refused where nothing is trained.

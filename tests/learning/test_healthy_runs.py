@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sklearn import datasets
-from tests.learning.networks import Pixels, Sequences, digits, sentences
+from tests.learning.networks import Perceptron, Pixels, Sequences, digits, sentences
 from tests.learning.test_planted_faults import Runner, answers, numbers
 from torch import Tensor, nn
 
@@ -117,6 +117,49 @@ def test_nothing_is_said_about_a_run_that_learns(number: int, tmp_path: Path) ->
         optimizer=lambda parameters: optimizer(parameters, lr=rate),
         seed=number,
     )
+    assert not run.judgement, str(run.judgement)
+
+
+def _rare() -> Split:
+    x, y = datasets.make_classification(2000, 20, n_informative=12, weights=[0.9], flip_y=0.1, random_state=0)
+    return _split(x, y)
+
+
+def _focal(outputs: Tensor, targets: Tensor) -> Tensor:
+    logs = outputs.log_softmax(1).gather(1, targets[:, None])
+    return (-((1 - logs.exp()) ** 2) * logs).mean()
+
+
+class _Distances(Perceptron):
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.prototypes = nn.Parameter(torch.randn(10, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(super().forward(x), self.prototypes)
+
+
+def _nearest(outputs: Tensor, targets: Tensor) -> Tensor:
+    return -(-outputs).log_softmax(1).gather(1, targets[:, None]).mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "loss"),
+    [
+        pytest.param(
+            *(lambda: nn.Linear(20, 2), _rare, nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.8]))),
+            id="class weights, fewer right than the majority",
+            marks=pytest.mark.everyday,
+        ),
+        pytest.param(Perceptron, digits, _focal, id="own loss"),
+        pytest.param(_Distances, digits, _nearest, id="own loss of distances", marks=pytest.mark.everyday),
+        pytest.param(lambda: Perceptron(1, end=F.relu), numbers, lambda o, t: F.mse_loss(o, t.abs()), id="positive"),
+    ],
+)
+def test_nothing_is_said_about_an_unusual_loss(make: Any, data: Any, loss: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    run = Runner(tmp_path / "run")
+    run.fit(make(), *data(), loss=loss, epochs=6)
     assert not run.judgement, str(run.judgement)
 
 

@@ -257,6 +257,60 @@ def no_logarithm(run: Runner) -> None:
     run.fit(loss=F.nll_loss)
 
 
+@fault("answers_limited")
+def numbers_behind_a_relu(run: Runner) -> None:
+    train, held_out = numbers(scale=2)
+    run.fit(Perceptron(1, end=F.relu), train, held_out, loss=F.mse_loss)
+
+
+@fault("answers_limited")
+def numbers_behind_a_tanh(run: Runner) -> None:
+    train, held_out = numbers(scale=16)
+    run.fit(Perceptron(1, end=torch.tanh), train, held_out, loss=F.mse_loss)
+
+
+@fault("answers_limited")
+def numbers_behind_a_sigmoid(run: Runner) -> None:
+    train, held_out = numbers(scale=2)
+    run.fit(Perceptron(1, end=torch.sigmoid), train, held_out, loss=F.mse_loss)
+
+
+@fault("zero_gradients", everyday)
+def loss_of_the_chosen_class(run: Runner) -> None:
+    run.fit(loss=lambda outputs, targets: F.mse_loss(0 * outputs.sum(1) + outputs.argmax(1), targets.float()))
+
+
+@fault("loss_ignores_targets", everyday)
+def loss_without_targets(run: Runner) -> None:
+    run.fit(loss=lambda outputs, _: outputs.square().mean())
+
+
+@fault("loss_rises", everyday)
+def negated_loss(run: Runner) -> None:
+    run.fit(loss=lambda outputs, targets: -F.cross_entropy(outputs, targets))
+
+
+@fault("loss_rises")
+def maximised_loss(run: Runner) -> None:
+    run.fit(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.01, maximize=True))
+
+
+def _squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
+
+
+@fault("labels_unrelated")
+def shuffled_numbers_of_an_own_loss(run: Runner) -> None:
+    train, held_out = [(x, shuffled(y)) for x, y in numbers()]
+    run.fit(Perceptron(1), train, held_out, loss=_squared_error)
+
+
+@fault("rate_too_low")
+def low_rate_of_an_own_loss(run: Runner) -> None:
+    train, held_out = numbers()
+    run.fit(Perceptron(1), train, held_out, loss=_squared_error, overrides={"optimizer.lr": 1e-8})
+
+
 @fault("called_twice")
 def called_twice(run: Runner) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -320,6 +374,45 @@ def optimizer_of_the_head_alone(run: Runner) -> None:
     run.fit(optimizer=optimizer)
 
 
+class _Biases(Perceptron):
+    def __init__(self) -> None:
+        super().__init__(normed=False)
+        for name, each in self.named_parameters():
+            each.requires_grad = name.endswith("bias")
+
+
+@fault("frozen_at_random")
+def biases_alone_are_trained(run: Runner) -> None:
+    run.fit(_Biases())
+
+
+class _Zeros(Perceptron):
+    def __init__(self) -> None:
+        super().__init__(normed=False)
+        for each in self.parameters():
+            nn.init.zeros_(each)
+
+
+@fault("zero_weights", everyday)
+def network_of_zeros(run: Runner) -> None:
+    run.fit(_Zeros())
+
+
+@fault("clipped")
+def clipped_to_nothing(run: Runner) -> None:
+    run.recipe("digits", train__duration="4 epochs", optimizer__clip_norm=1e-6)
+
+
+@fault("weight_decay")
+def large_decay_of_the_recipe(run: Runner) -> None:
+    run.recipe("digits", train__duration="3 epochs", optimizer__weight_decay=10)
+
+
+@fault("weight_decay")
+def large_decay_of_an_own_optimizer(run: Runner) -> None:
+    run.fit(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.05, weight_decay=10))
+
+
 @fault("dropout")
 def high_dropout(run: Runner) -> None:
     run.fit(Perceptron(dropout=0.95))
@@ -356,6 +449,29 @@ def training_inputs_not_normalised(run: Runner) -> None:
 def the_same_input(run: Runner) -> None:
     train, held_out = [(torch.ones_like(x), y) for x, y in digits()]
     run.fit(train=train, held_out=held_out)
+
+
+@fault("classes_disjoint", everyday)
+def other_classes_held_out(run: Runner) -> None:
+    (x, y), (held_x, held_y) = digits()
+    run.fit(train=(x[y < 5], y[y < 5]), held_out=(held_x[held_y >= 5], held_y[held_y >= 5]))
+
+
+@fault("constant_targets", everyday)
+def one_class(run: Runner) -> None:
+    run.fit(None, *[(x, torch.full_like(y, 3)) for x, y in digits()])
+
+
+@fault("constant_targets")
+def no_answer_is_true(run: Runner) -> None:
+    train, held_out = [(x, torch.zeros_like(y)) for x, y in answers()]
+    run.fit(Perceptron(1), train, held_out, loss=F.binary_cross_entropy_with_logits)
+
+
+@fault("target_scale")
+def large_targets_that_are_followed_slowly(run: Runner) -> None:
+    train, held_out = numbers(scale=10_000)
+    run.fit(Perceptron(1), train, held_out, loss=F.mse_loss)
 
 
 @fault("target_scale")

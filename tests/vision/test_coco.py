@@ -19,8 +19,10 @@ from PIL import Image
 from paceline.data.image.datasets import content_of_files
 from paceline.errors import DataError
 from paceline.recipe.data import Boxes, Data
+from paceline_vision.detection.annotations import AnnotatedSet, annotations_of
 from paceline_vision.detection.dataset import BoxDataset
-from paceline_vision.sets.coco import mask_of, open_coco, outline_fault, read_annotations
+from paceline_vision.detection.outlines import mask_of, outline_fault
+from paceline_vision.sets.coco import open_coco
 
 # pycocotools' own, of NumPy 2.
 pytestmark = pytest.mark.filterwarnings(
@@ -193,7 +195,7 @@ def test_sets_for_several_tests_are_no_hindrance(root: Path) -> None:
     (root / "annotations/instances_val2012.json").unlink()
     for each in ("val", "val2012"):
         shutil.rmtree(root / each)
-    with pytest.raises(DataError, match=r"several sets for 'val' \(instances_test-dev.json, instances_test2017.json"):
+    with pytest.raises(DataError, match=r"several sets for 'test' \(instances_test-dev.json, instances_test2017.json"):
         opened(root)
 
 
@@ -397,9 +399,11 @@ def told_of(folder: Path, boxes: list[Any], outlines: list[Any] | None = None, *
     ]
     image = {"id": 1, "file_name": "a.png", "width": 64, "height": 48}
     tree = {"images": [image], "categories": [{"id": 1, "name": "bolt"}], "annotations": entries}
-    (folder / "annotations.json").write_text(json.dumps(tree))
     try:
-        found, _ = read_annotations(folder / "annotations.json", masks=masks and outlines is not None)
+        found, _ = annotations_of(
+            AnnotatedSet(file=folder / "annotations.json", folder=folder, tree=tree),
+            masks=masks and outlines is not None,
+        )
     except DataError as error:
         return f"refused: {error}"
     return " ".join(found.implausible)

@@ -344,6 +344,17 @@ def test_copies_with_what_was_found_do_not_overwrite_one_another(train: Make, co
     assert found == {"0.png", "2.png", "3.png", "0-2.png", "2-2.png", "3-2.png"}
 
 
+def test_detections_are_in_the_report(task: Make) -> None:
+    made = task()
+    network = made.build_model().eval()
+    found = made.figures(network)
+    assert [caption.split(", ")[1].split(":")[0] for _, caption in found[:2]] == ["labelled", "detected"]
+    assert len(found) == 2 * min(4, len(made.dataset.validation))
+    picture = found[0][0]
+    assert (picture.dtype, picture.shape[0]) == (torch.uint8, 3)
+    assert not torch.equal(picture, torch.from_numpy(made.dataset.validation.read(0).transpose(2, 0, 1).copy()))
+
+
 def test_masks_are_pasted_one_by_one_where_they_are_drawn(train: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred of them, at the size of a large picture, take gigabytes; and by default none is left out."""
     kept = {"box_detections_per_img": 150, "box_score_thresh": 0.0, "box_nms_thresh": 1.0, "rpn_nms_thresh": 1.0}

@@ -133,7 +133,6 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda at: Image.new("RGB", (12, 8)).save(at),
         r"0\.png': its pixels are colours \(RGB\), but a",
     ),
-    "black and white": (lambda at: Image.new("1", (12, 8)).save(at), r"0\.png': its pixels are black or white, but"),
     "no picture": (lambda at: at.write_bytes(b"no picture"), r"0\.png': a mask must be a palette or 8-bit grey PNG"),
 }
 
@@ -213,11 +212,41 @@ def test_masks_of_one_class_are_refused_and_classes_without_pixels_told(folder: 
     root = folder(classes=classes)
     for number in range(5):
         write(root, f"{number}", 255 * (np.arange(96).reshape(8, 12) % 2))
-    with pytest.raises(DataError, match=r"fewer than two classes, and 255, which means 'ignored': store each pixel's"):
+    with pytest.raises(
+        DataError, match=r"fewer than two classes, and 255, which means 'ignored': data.mask_values=\[0, 255\]"
+    ):
         opened(root)
     if classes is None:
         write(root, "0", np.full((8, 12), 7))
         assert "6 of 8 classes have no pixel in any training mask: 1, 2, 3" in opened(root).left_out[-1]
+
+
+@pytest.mark.parametrize("mode", ["L", "1"])
+def test_values_of_masks_may_be_listed_by_class(folder: Folder, mode: str) -> None:
+    root = folder(classes="sky\nroad\n")
+    for number in range(5):
+        path = root / f"masks/{number}.png"
+        Image.fromarray(255 * (np.arange(96).reshape(8, 12) % 2).astype(np.uint8)).convert(mode).save(path)
+    with pytest.raises(DataError, match=r"data\.mask_values=\[0, 255\] makes 255 a class") as refused:
+        opened(root)
+    assert (refused.value.key, refused.value.value) == ("data.mask_values", (0, 255))
+    found = opened(root, mask_values=(0, 255))
+    assert found.train.read(0)[1].tolist() == (np.arange(96).reshape(8, 12) % 2).tolist()
+    assert found.digest != opened(root, mask_values=(255, 0)).digest
+    assert opened(root, mask_values=(255, 0)).train.read(0)[1][0, :2].tolist() == [1, 0]
+
+
+def test_a_value_that_is_not_listed_is_refused_and_255_ignored(folder: Folder) -> None:
+    root = folder(classes="sky\nroad\n")
+    for number in range(5):
+        write(root, f"{number}", np.full((8, 12), 100) + 28 * (np.arange(96).reshape(8, 12) % 2))
+    assert len(opened(root, mask_values=(100, 128)).train) == 4
+    write(root, "3", np.array([[100, 128, 255, 100] * 3] * 8))
+    found = opened(root, mask_values=(100, 128))
+    assert any(255 in source.read(each)[1] for source in (found.train, found.validation) for each in range(len(source)))
+    write(root, "3", np.array([[100, 128, 7, 100] * 3] * 8))
+    with pytest.raises(DataError, match=r"3\.png': it has the value 7, which data\.mask_values does not list"):
+        opened(root, mask_values=(100, 128))
 
 
 def test_bad_masks_are_told_alike_by_every_process_and_links_to_nowhere_too(folder: Folder) -> None:

@@ -339,6 +339,13 @@ def test_the_first_batch_is_shown_under_its_masks(trained: Path) -> None:
     assert "The first training batch, as the network sees it" in (trained / "report.html").read_text()
 
 
+def test_predicted_masks_are_in_the_report(trained: Path) -> None:
+    found = json.loads((trained / "evaluation/figures.json").read_text())["examples"]
+    assert len(found) == 2 * 4
+    assert [each["caption"].split(": ")[0].split(", ")[1] for each in found[:2]] == ["labelled", "predicted"]
+    assert "Drawn by the task after the last evaluation" in (trained / "report.html").read_text()
+
+
 def test_each_class_s_iou_is_in_the_report(trained: Path) -> None:
     details = json.loads((trained / "evaluation/details.json").read_text())
     assert {row["class"] for row in details["class_iou"]} == {"background", "disc", "rectangle", "triangle"}
@@ -379,9 +386,12 @@ def test_label_maps_are_written_and_read_as_masks(trained: Path, tmp_path: Path)
     (tmp_path / "c/one.png").write_bytes(b"no picture")
     sources = [tmp_path / name for name in "abc"]
     lines = output_of(Predict, trained, *sources, "--draw", tmp_path / "maps", "--trust-code").splitlines()
-    assert re.search(r"a/one\.png +(background|disc|rectangle|triangle) [\d.]+ %", lines[0])
+    assert re.search(r"a/one\.png +(background|disc|rectangle|triangle): [\d.]+ %.* of the pixels$", lines[0])
     assert "unreadable" in lines[2]
-    first, second = read_mask(str(tmp_path / "maps/one.png")), read_mask(str(tmp_path / "maps/one-2.png"))
+    first, second = (read_mask(str(tmp_path / "maps/masks" / name)) for name in ("one.png", "one-2.png"))
+    # The first class is transparent; names of the others are in the corner.
+    overlaid = np.asarray(Image.open(tmp_path / "maps/one.png"))[:, 40:]
+    assert ((overlaid != pixels[:, 40:]).any(axis=2) == (first[:, 40:] > 0)).mean() > 0.95
     assert (first.shape, second.shape) == ((30, 50), (30, 20))
     predictor = open_predictor(trained, trust_code=True, device=CPU)
     (answer,) = predictor.answer([predictor.prepare((tmp_path / "a/one.png").read_bytes())], 10)
@@ -392,6 +402,12 @@ def test_label_maps_are_written_and_read_as_masks(trained: Path, tmp_path: Path)
     assert shares == pytest.approx(answer.probabilities)
     assert shares == sorted(shares, reverse=True)
     assert sum(shares) == pytest.approx(1)
+    overlay = answer.overlay(25, predictor.classes)
+    assert overlay is not None
+    assert (overlay.size, overlay.convert("RGBA").getextrema()[3][1]) == ((25, 15), 140)
+    assert replace(answer, labels=("1", "cat"), probabilities=(0.118, 0.05)).description() == (
+        "class 1: 11.8 %, cat: 5.0 % of the pixels"
+    )
     table = tmp_path / "shares.csv"
     assert "1 of them unreadable" in output_of(Predict, trained, *sources, "--output", table, "--trust-code")
     lines = table.read_text().splitlines()

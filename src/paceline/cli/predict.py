@@ -238,6 +238,9 @@ def _drawer(folder: Path, classes: Sequence[str]) -> Seen:
         names[answer.path] = name
         used.add(name.lower())
         answer.drawn(prepared, classes).save(folder / name)
+        if (label_map := answer.label_map(classes)) is not None:
+            (folder / "masks").mkdir(exist_ok=True)
+            label_map.save(folder / "masks" / name)
 
     return draw
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunDirectoryError
+from paceline.recipe.load import OWN_LOOP
 from paceline.records.reader import read_events, read_json, read_plan, read_recipe
 from paceline.records.run_directory import RunDirectory
 
@@ -79,6 +80,8 @@ class LossFit:
         if self.figures["kind"] == "numbers":
             # Answers to unrelated targets may still go along with others: both follow the inputs' main directions.
             return certain and (share is None or share < 0.95 or self.score > 0.4)
+        if self.loss_share is None and self.of_classes and self.score + _Z * self.error < self.chance / 2:
+            return True  # of a loss of the user, whose answers may be distances: the least one counts
         values = self.figures["labels" if self.of_classes else "values"]
         return certain or (share is not None and share < _LEARNED - 1 / math.sqrt(max(values, 1)) / 4)
 
@@ -180,12 +183,24 @@ class LearningEvidence:
 
     @cached_property
     def is_stuck(self) -> bool:
-        """Whether weights and loss hardly move; only where it is unknown what the loss is given."""
-        if self.held is not None or self.trained is not None or len(self.losses) < 2 or not self.full:
+        """Whether weights and loss hardly move; only where it is unknown what a guess would cost."""
+        known = any(each is not None and each.loss_share is not None for each in (self.held, self.trained))
+        if known or len(self.losses) < 2 or not self.full:
             return False
         half = len(self.losses) // 2
         early, late = statistics.mean(self.losses[:half]), statistics.mean(self.losses[half:])
         return self.moved < 1e-3 and early - late < max(0.01 * abs(early), statistics.pstdev(self.losses))
+
+    @property
+    def may_be_intended(self) -> bool:
+        """Whether the program's own loop decides what to train, and how, and the outcome is not bad."""
+        return self.recipe.get("task") == OWN_LOOP and not self.in_trouble
+
+    @property
+    def has_learned_little(self) -> bool:
+        """Whether the held-out loss is hardly below that of a guess, after most of the run."""
+        share = None if self.held is None else self.held.loss_share
+        return share is not None and share > 0.75 and not self.is_early
 
     @property
     def is_early(self) -> bool:
@@ -197,6 +212,21 @@ class LearningEvidence:
     def in_trouble(self) -> bool:
         """Whether something is wrong with the outcome; too early in a run nothing is."""
         return bool(self.warning) or (not self.is_early and (self.is_at_chance or self.is_flat or self.is_stuck))
+
+    @property
+    def outcome(self) -> str:
+        """The outcome if it is bad, as a sentence without its end; empty otherwise."""
+        held, trained = self.held, self.trained
+        if not self.in_trouble:
+            return ""
+        if self.warning:
+            said = self.warning.partition(";")[0].rstrip(".")
+            return said[:1].upper() + said[1:]
+        if self.is_at_chance and held is not None:
+            return f"No better than chance on held-out samples, with {held}"
+        if self.is_flat and trained is not None:
+            return f"The training loss has not fallen below that of a guess, with {trained}"
+        return f"The training loss has not clearly fallen, from {self.losses[0]:.4g} to {self.losses[-1]:.4g}"
 
     @cached_property
     def largest_update(self) -> float:
@@ -279,15 +309,16 @@ def evidence_in(
 
 def _fit(losses: Mapping[str, Json]) -> LossFit | None:
     """Return the loss that tells most: of classes, then of answers, then of numbers."""
-    found = [each for each in losses.values() if each]
     order = ("classes", "answers", "numbers")
+    found = [each for each in losses.values() if each.get("kind") in order]
     return LossFit(figures=min(found, key=lambda each: order.index(each["kind"]))) if found else None
 
 
 def _pooled(parts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     """Return the figures of several steps together, weighed by their labels."""
-    names = dict.fromkeys(name for part in parts for name in part if part[name])
-    return {name: _mean([part[name] for part in parts if part.get(name)]) for name in names}
+    varied = [{name: each for name, each in part.items() if each and each["kind"] != "constant"} for part in parts]
+    names = dict.fromkeys(name for part in varied for name in part)
+    return {name: _mean([part[name] for part in varied if name in part]) for name in names}
 
 
 def _mean(figures: Sequence[Json]) -> Json:

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.learning.evidence import LearningEvidence, read_evidence
+from paceline.learning.figures import (
+    accuracy_name,
+    dead_rows,
+    errors_are_uniform,
+    falls_behind,
+    figures_of,
+    gradients_flow,
+    ignores_input,
+    in_each_step,
+    is_within,
+    mean_of,
+    shortened,
+    trained_share,
+)
 from paceline.records.run_directory import RunDirectory
 
 # More classes in each place than masks and labels of words have: a vocabulary.
 _TOKENS = 50
+_NUMBER_LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_AT_ZERO = ("gradient", "weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,23 +98,9 @@ def judge(evidence: LearningEvidence) -> Judgement:
         return Judgement()  # nothing can be learned from random labels, and it is not meant to be
     try:
         findings = [found for each in RULES if (found := each(evidence)) is not None]
-        return Judgement(outcome=_outcome(evidence), findings=tuple(findings))
+        return Judgement(outcome=evidence.outcome, findings=tuple(findings))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return Judgement()  # damaged records, which the page or command that shows them reports
-
-
-def _outcome(evidence: LearningEvidence) -> str:
-    held, trained = evidence.held, evidence.trained
-    if not evidence.in_trouble:
-        return ""
-    if evidence.warning:
-        said = evidence.warning.partition(";")[0].rstrip(".")
-        return said[:1].upper() + said[1:]
-    if evidence.is_at_chance and held is not None:
-        return f"No better than chance on held-out samples, with {held}"
-    if evidence.is_flat and trained is not None:
-        return f"The training loss has not fallen below that of a guess, with {trained}"
-    return f"The training loss has not clearly fallen, from {evidence.losses[0]:.4g} to {evidence.losses[-1]:.4g}"
 
 
 Rule = Callable[[LearningEvidence], LearningFault | None]
@@ -139,8 +141,8 @@ def rule(*, cause: str, fix: str, troubled: bool = False) -> Callable[[Callable[
 def softmax_twice(evidence: LearningEvidence) -> str | None:
     """The loss receives numbers that are probabilities already."""
     for name in ("cross_entropy", "binary_cross_entropy_with_logits"):
-        found = _of_loss(evidence, name)
-        if len(found) < 2 or not all(_within(each, 0, 1) for each in found):
+        found = figures_of(evidence, name)
+        if len(found) < 2 or not all(is_within(each, 0, 1) for each in found):
             continue
         if name == "cross_entropy" and not all((each["off_one"] or 0) < 0.02 for each in found):
             continue
@@ -159,7 +161,7 @@ def softmax_twice(evidence: LearningEvidence) -> str | None:
 )
 def not_log_probabilities(evidence: LearningEvidence) -> str | None:
     """`nll_loss` receives something else than log-probabilities."""
-    found = _of_loss(evidence, "nll_loss")
+    found = figures_of(evidence, "nll_loss")
     if found and all(each["off_one"] is None or each["off_one"] > 0.1 for each in found):
         return "the probabilities of a sample do not add up to 1"
     return None
@@ -171,8 +173,61 @@ def not_log_probabilities(evidence: LearningEvidence) -> str | None:
 )
 def one_output(evidence: LearningEvidence) -> str | None:
     """Cross-entropy over one class has no gradient."""
-    found = _of_loss(evidence, "cross_entropy")
+    found = figures_of(evidence, "cross_entropy")
     return "the network has one output" if found and all(each["classes"] == 1 for each in found) else None
+
+
+@rule(
+    cause="the answers of the network stop where many targets go on",
+    fix="remove the activation at the network's end, or scale the targets into its range",
+)
+def answers_limited(evidence: LearningEvidence) -> str | None:
+    """A ReLU, sigmoid or tanh ends a network whose targets are other numbers."""
+    for name in _NUMBER_LOSSES:
+        found = [each for each in figures_of(evidence, name) if each.get("target_low") is not None]
+        if len(found) < 3 or not all(each["low"] is not None and each["high"] is not None for each in found):
+            continue
+        low, high = min(each["low"] for each in found), max(each["high"] for each in found)
+        ends = sorted(each["high"] for each in found)[len(found) // 2], min(each["target_low"] for each in found)
+        mean, std = (mean_of([each[key] for each in found]) for key in ("target_mean", "target_std"))
+        # In most steps a limit is reached, and never exceeded.
+        is_positive = low >= 0 and sum(each["low"] < 1e-3 * std for each in found) > len(found) / 2
+        is_within_one = low >= -1 and 0.98 < ends[0] <= high <= 1
+        if is_positive and mean - std < 0 and ends[1] < -0.2 * std:
+            return f"none is below 0, and targets reach {ends[1]:.3g}"
+        if is_within_one and mean + std > 1.2:
+            return f"none is above 1, and targets have a mean of {mean:.3g} and a standard deviation of {std:.3g}"
+    return None
+
+
+@rule(
+    cause="all targets are the same",
+    fix="look at how the data set makes its targets",
+)
+def constant_targets(evidence: LearningEvidence) -> str | None:
+    """There is nothing to learn."""
+    held = list(evidence.held_out.values())
+    steps = [found for each in evidence.observations for found in each.get("losses", {}).values()]
+    found = [each for each in (*steps, *held) if each]
+    if len(steps) < 3 or sum(each["groups"] for each in found) < 200:
+        return None
+    if all(each["kind"] == "classes" and each["majority"] == 1 for each in found):
+        return "one class in all observed samples"
+    values = {each["target_mean"] for each in found if each["kind"] == "constant"}
+    if len(values) == 1 and all(each["kind"] == "constant" for each in found):
+        return f"{values.pop():.3g} in all observed samples"
+    return None
+
+
+@rule(
+    cause="the loss has no gradient with respect to the network",
+    fix="compute it from the network's answers without detach(), argmax() or rounding",
+)
+def zero_gradients(evidence: LearningEvidence) -> str | None:
+    """No block has a gradient, in any observed step."""
+    norms = [block["gradient"] for each in evidence.full for block in each["blocks"].values()]
+    is_known = len(evidence.full) > 1 and all(each == 0 for each in norms)
+    return f"it was 0 in {len(evidence.full)} observed steps" if is_known else None
 
 
 @rule(
@@ -181,8 +236,8 @@ def one_output(evidence: LearningEvidence) -> str | None:
 )
 def evaluation_mode(evidence: LearningEvidence) -> str | None:
     """Dropout is off, or BatchNorm uses statistics that training never updates."""
-    names = _always(evidence, "evaluating")
-    return f"{_some(names)} in each observed step" if names else None
+    names = [] if evidence.may_be_intended else in_each_step(evidence, "evaluating")
+    return f"{shortened(names)} in each observed step" if names else None
 
 
 @rule(
@@ -191,14 +246,14 @@ def evaluation_mode(evidence: LearningEvidence) -> str | None:
 )
 def without_gradient(evidence: LearningEvidence) -> str | None:
     """Trainable parameters take no part in the loss."""
-    names = _always(evidence, "without_gradient")
-    return _some(names) if names and len(evidence.full) > 1 else None
+    names = [] if evidence.may_be_intended else in_each_step(evidence, "without_gradient")
+    return shortened(names) if names and len(evidence.full) > 1 else None
 
 
 @rule(cause="parts of the network never change", fix="give the optimizer all parameters of the network")
 def never_updated(evidence: LearningEvidence) -> str | None:
     """Trainable parameters have a gradient and do not move."""
-    if len(evidence.full) < 3 or evidence.plan.get("unfreeze_steps"):
+    if len(evidence.full) < 3 or evidence.plan.get("unfreeze_steps") or evidence.may_be_intended:
         return None
     if evidence.moved < 0.001:
         return None  # rather a rate that is far too low
@@ -208,7 +263,20 @@ def never_updated(evidence: LearningEvidence) -> str | None:
         if all((one["blocks"].get(name) or each)["moved"] == 0 for one in evidence.full)
         and any((one["blocks"].get(name) or each)["gradient"] for one in evidence.full)
     ]
-    return f"{_some(still)}: no weight has changed since the first step" if still else None
+    return f"{shortened(still)}: no weight has changed since the first step" if still else None
+
+
+@rule(
+    cause="parts of the network begin at 0 and stay there, since no gradient reaches them",
+    fix="initialise them with random numbers; only the last layer of a residual branch may begin at 0",
+)
+def zero_weights(evidence: LearningEvidence) -> str | None:
+    """Layers of zeros on both sides of one another receive no gradient."""
+    if len(evidence.full) < 3:
+        return None
+    steps = [each["blocks"] for each in evidence.full]
+    still = [name for name in steps[0] if all(one.get(name, {}).get(k) == 0 for one in steps for k in _AT_ZERO)]
+    return shortened(still) if still else None
 
 
 @rule(
@@ -217,12 +285,12 @@ def never_updated(evidence: LearningEvidence) -> str | None:
 )
 def frozen_at_random(evidence: LearningEvidence) -> str | None:
     """The frozen parameters were never trained."""
-    share = _trained_share(evidence)
+    share = trained_share(evidence)
     has_source = evidence.value("model.pretrained") or evidence.value("model.initialize_from")
     by_recipe = evidence.value("model.frozen") or evidence.value("model.adapters.rank")
     if share is None or share > 0.5 or has_source:
         return None
-    if not by_recipe and not evidence.in_trouble:
+    if not by_recipe and not evidence.in_trouble and not evidence.has_learned_little:
         return None  # own code may have loaded weights
     return f"{100 * share:.3g} % of its parameters are trained"
 
@@ -234,7 +302,7 @@ def frozen_at_random(evidence: LearningEvidence) -> str | None:
 def called_twice(evidence: LearningEvidence) -> str | None:
     """Each step computes the same answer twice."""
     calls = [each.get("same_calls", 0) for each in evidence.full]
-    return f"{1 + min(calls)} times" if calls and min(calls) > 0 else None
+    return f"{1 + min(calls)} times" if calls and min(calls) > 0 and not evidence.may_be_intended else None
 
 
 @rule(cause="dropout is very high", fix="lower it: 0.1 to 0.5 is usual")
@@ -281,6 +349,20 @@ def classes_permuted(evidence: LearningEvidence) -> str | None:
 
 
 @rule(
+    cause="the held-out samples have other classes than the training samples",
+    fix="split the samples at random, not in the order of their classes",
+)
+def classes_disjoint(evidence: LearningEvidence) -> str | None:
+    """No held-out class is ever the answer."""
+    matrix, trained = evidence.matrix, evidence.trained
+    labels = {index for index, row in enumerate(matrix) if any(row)}
+    answers = {index for row in matrix for index, count in enumerate(row) if count}
+    if sum(map(sum, matrix)) < 50 or labels & answers or trained is None or not trained.is_above_chance:
+        return None
+    return f"none of the {len(labels)} held-out classes is among the {len(answers)} classes of its answers"
+
+
+@rule(
     cause="inputs are far from unit scale",
     fix="normalise them to a mean of 0 and a standard deviation of 1",
 )
@@ -304,13 +386,60 @@ def input_scale(evidence: LearningEvidence) -> str | None:
 
 
 @rule(
+    cause="each step makes the training loss larger",
+    fix="look for a minus sign before the loss, or maximize=True in the optimizer",
+    troubled=True,
+)
+def loss_rises(evidence: LearningEvidence) -> str | None:
+    """The loss grows in small, regular steps: it is maximised."""
+    losses = [found["loss"] for each in evidence.full if (found := each.get("losses", {}).get("cross_entropy"))]
+    updates = [block["update"] or 0.0 for each in evidence.full for block in each["blocks"].values()]
+    is_steady = len(losses) >= 4 and max(updates) <= 0.05 and evidence.moved >= 0.01
+    if not is_steady or losses[-1] < 1.5 * losses[0] or not losses[-4] < losses[-2] < losses[-1]:
+        return None
+    most = f"{100 * max(updates):.2g} %"
+    return f"from {losses[0]:.4g} to {losses[-1]:.4g}, and no step changed a part by more than {most}"
+
+
+@rule(
+    cause="gradients are clipped to almost nothing",
+    fix="raise optimizer.clip_norm: 1 is usual",
+    troubled=True,
+)
+def clipped(evidence: LearningEvidence) -> str | None:
+    """The limit is far below the norm of the gradients."""
+    limit = evidence.value("optimizer.clip_norm")
+    norms = [math.hypot(*(block["gradient"] or 0.0 for block in each["blocks"].values())) for each in evidence.full]
+    if not isinstance(limit, int | float) or not norms or min(norms) < 1000 * limit:
+        return None
+    return f"to a norm of {limit:.2g}, and theirs was at least {min(norms):.2g}"
+
+
+@rule(cause="weight decay pulls the weights to 0", fix="lower it: 0.0001 to 0.1 is usual")
+def weight_decay(evidence: LearningEvidence) -> str | None:
+    """Each step takes more from the weights than it can give."""
+    if not (evidence.in_trouble or evidence.has_learned_little) or len(evidence.full) < 2:
+        return None
+    rate = max((float(each["lr"]) for each in evidence.steps if each.get("lr") is not None), default=0.0)
+    decay = 0 if evidence.value("objects.optimizer") else evidence.value("optimizer.weight_decay") or 0
+    if decay > 0.5 and rate * decay > 0.02:
+        return f"each step takes {100 * rate * decay:.3g} % of them"
+    first, last = evidence.full[0]["blocks"], evidence.last["blocks"]
+    pairs = [(first[name]["weight"], last[name]["weight"]) for name in first if name in last]
+    shares = sorted(now / before for before, now in pairs if before and now is not None)
+    if not shares or shares[len(shares) // 2] > 0.1:
+        return None
+    return f"half of the parts have shrunk to {100 * shares[len(shares) // 2]:.2g} % of their size or less"
+
+
+@rule(
     cause="the learning rate is far too low",
     fix="raise it; `paceline find-lr` suggests a value",
     troubled=True,
 )
 def rate_too_low(evidence: LearningEvidence) -> str | None:
     """The weights hardly move."""
-    if len(evidence.full) < 2 or not evidence.full[0].get("blocks") or not _gradients_flow(evidence):
+    if len(evidence.full) < 2 or not evidence.full[0].get("blocks") or not gradients_flow(evidence):
         return None
     if evidence.moved >= 0.01 or evidence.largest_update >= 3e-5 * max(1, 1000 / evidence.last["step"]) ** 0.5:
         return None
@@ -335,15 +464,15 @@ def rate_too_high(evidence: LearningEvidence) -> str | None:
 @rule(cause="the run is short", fix="train longer (train.duration)", troubled=True)
 def short_run(evidence: LearningEvidence) -> str | None:
     """Nothing can be expected of a few steps."""
-    total = evidence.last.get("step", 0)
+    total = 0 if evidence.warning else evidence.last.get("step", 0)
     return f"{total} steps" if 0 < total < 50 and evidence.moved < 0.5 else None
 
 
 @rule(cause="units of the network are dead", fix="lower the learning rate, or use another activation", troubled=True)
 def dead_units(evidence: LearningEvidence) -> str | None:
     """Units whose output is always 0 receive no gradient."""
-    found = _dead(evidence)
-    if not found or _ignores_input(evidence):
+    found = dead_rows(evidence)
+    if not found or ignores_input(evidence):
         return None
     name = max(found, key=lambda each: found[each])
     return f"{100 * found[name]:.3g} % of the rows of {name} had a gradient of 0 in each late observed step"
@@ -367,7 +496,7 @@ def vanishing(evidence: LearningEvidence) -> str | None:
             ratios.append(min(norms) / max(norms))
     if len(ratios) < 3 or sorted(ratios)[len(ratios) // 2] > 1e-6:
         return None
-    return f"those of one part are {max(ratios):.1g} times as large as those of another"
+    return f"those of one part are {sorted(ratios)[len(ratios) // 2]:.1g} times as large as those of another"
 
 
 @rule(
@@ -393,13 +522,17 @@ def constant_answers(evidence: LearningEvidence) -> str | None:
 @rule(
     cause="targets are far from unit scale",
     fix="divide them by their standard deviation after subtracting their mean",
-    troubled=True,
 )
 def target_scale(evidence: LearningEvidence) -> str | None:
     """A network begins with answers near 0 and takes many steps to reach large targets."""
-    fit = evidence.first_fit
+    fit, held = evidence.first_fit, evidence.held
     if fit is None or fit.figures["kind"] != "numbers":
         return None
+    if not evidence.in_trouble:
+        spreads = (0.0, 0.0) if held is None else (held.figures["answer_std"] or 0.0, held.figures["target_std"] or 0.0)
+        # The answers follow the targets, and are still far too small.
+        if not evidence.has_learned_little or held is None or held.score < 0.5 or spreads[0] > 0.1 * spreads[1]:
+            return None
     mean, std = fit.figures["target_mean"] or 0.0, fit.figures["target_std"] or 0.0
     if max(abs(mean), std) <= 20 and std > 1e-3:
         return None
@@ -414,9 +547,9 @@ def inputs_differ(evidence: LearningEvidence) -> str | None:
     """The network sees other numbers in evaluation than in training."""
     late = [each["inputs"] for each in evidence.full if each.get("inputs")]
     held = evidence.evaluations[-1] if evidence.evaluations else {}
-    if not late or held.get("input_std") is None or not _falls_behind(evidence):
+    if not late or held.get("input_std") is None or not falls_behind(evidence):
         return None
-    mean, std = (_mean([each[key] for each in late]) for key in ("mean", "std"))
+    mean, std = (mean_of([each[key] for each in late]) for key in ("mean", "std"))
     other_mean, other_std = held["input_mean"], held["input_std"]
     shift, ratio = abs(other_mean - mean) / max(std, other_std, 1e-12), other_std / max(std, 1e-12)
     if shift < 0.5 and 0.6 < ratio < 1.7:
@@ -433,7 +566,7 @@ def inputs_differ(evidence: LearningEvidence) -> str | None:
 def batch_statistics(evidence: LearningEvidence) -> str | None:
     """Evaluation uses other statistics than training."""
     figures = evidence.last.get("statistics")
-    if not figures or evidence.last["step"] < 40 or not _falls_behind(evidence):
+    if not figures or evidence.last["step"] < 40 or not falls_behind(evidence):
         return None
     if (figures["shift"] or 0) < 1 and abs(figures["ratio"] or 0) < 1.5:
         return None
@@ -462,7 +595,7 @@ def labels_partly_wrong(evidence: LearningEvidence) -> str | None:
             break
         top, hits = top + count, hits + right
     rest, rest_hits = sum(each[0] for each in bins) - top, sum(each[1] for each in bins) - hits
-    if not top or not _errors_are_uniform(evidence):
+    if not top or not errors_are_uniform(evidence):
         return None
     sure, other = hits / top, rest_hits / rest if rest else hits / top
     error = math.sqrt(max(sure * (1 - sure), 1e-3) / top)
@@ -475,6 +608,20 @@ def labels_partly_wrong(evidence: LearningEvidence) -> str | None:
 
 
 @rule(
+    cause="your loss falls, and the answers do not become better",
+    fix="check that it compares the answers with the targets",
+    troubled=True,
+)
+def loss_ignores_targets(evidence: LearningEvidence) -> str | None:
+    """Another loss than torch's is minimised without the targets."""
+    late, losses = evidence.trained, evidence.losses
+    if late is None or late.figures["loss"] is not None or late.is_above_chance or len(losses) < 4:
+        return None
+    # By guessing, a loss may fall too, from that of the first random answers.
+    return f"from {losses[0]:.4g} to {losses[-1]:.4g}, with {late}" if losses[-1] < 0.3 * losses[0] else None
+
+
+@rule(
     cause="the labels look unrelated to the inputs",
     fix="check that each label belongs to its input: look at the first batch in the report",
     troubled=True,
@@ -484,6 +631,9 @@ def labels_unrelated(evidence: LearningEvidence) -> str | None:
     others = (
         *(softmax_twice, not_log_probabilities, one_output, evaluation_mode, without_gradient, never_updated),
         *(frozen_at_random, dropout, constant_inputs, classes_permuted, constant_answers, rate_too_low),
+        *(answers_limited, constant_targets, zero_gradients, zero_weights, classes_disjoint, loss_rises, clipped),
+        loss_ignores_targets,
+        weight_decay,
         *(rate_too_high, dead_units, vanishing, input_scale, target_scale, inputs_differ, batch_statistics),
     )
     if not evidence.is_at_chance or any(each(evidence) for each in others) or not evidence.full:
@@ -509,7 +659,7 @@ def labels_unrelated(evidence: LearningEvidence) -> str | None:
 def overfitted(evidence: LearningEvidence) -> str | None:
     """The held-out score has fallen well below its best while the training loss fell."""
     held, trained = evidence.held, evidence.trained
-    name = _headline(evidence)
+    name = accuracy_name(evidence)
     if held is None or trained is None or name is None or not held.of_classes:
         return None
     scores = [float(each[name]) / 100 for each in evidence.evaluations if each.get(name) is not None]
@@ -517,102 +667,3 @@ def overfitted(evidence: LearningEvidence) -> str | None:
         return None
     best = max(range(len(scores)), key=lambda index: scores[index])
     return f"{100 * scores[best]:.3g} % at step {evidence.evaluations[best]['step']}, {100 * scores[-1]:.3g} % now"
-
-
-# Figures that several rules use
-
-
-def _of_loss(evidence: LearningEvidence, name: str) -> list[Mapping[str, Any]]:
-    found = [each["losses"].get(name) for each in evidence.observations if each.get("losses")]
-    return [each for each in found if each]
-
-
-def _within(figures: Mapping[str, Any], low: float, high: float) -> bool:
-    return figures["low"] is not None and figures["low"] >= low and figures["high"] <= high
-
-
-def _always(evidence: LearningEvidence, key: str) -> list[str]:
-    """Return the names that each observed step has."""
-    lists = [set(each.get(key) or ()) for each in evidence.full]
-    return sorted(set.intersection(*lists)) if lists else []
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - 2
-    return ", ".join(names[:2]) + (f" and {more} more" if more > 0 else "")
-
-
-def _trained_share(evidence: LearningEvidence) -> float | None:
-    shares = [each["trained"] / each["parameters"] for each in evidence.full if each.get("parameters")]
-    return max(shares, default=None)
-
-
-def _late(evidence: LearningEvidence) -> list[Mapping[str, Any]]:
-    return list(evidence.full[-2:])
-
-
-def _dead(evidence: LearningEvidence) -> dict[str, float]:
-    late = _late(evidence)
-    if len(evidence.full) < 3:
-        return {}
-    names = set.intersection(*({n for n, share in each["zero_rows"].items() if share >= 0.9} for each in late))
-    return {name: min(each["zero_rows"][name] for each in late) for name in names}
-
-
-def _ignores_input(evidence: LearningEvidence) -> bool:
-    """Whether only the first layer has no gradient, as if its input were always 0: a dead layer stops its successor."""
-    found, outputs = _dead(evidence), evidence.last.get("outputs") or {}
-    return (
-        len(found) == 1
-        and min(found.values()) == 1
-        and outputs.get("between") is not None
-        and outputs["between"] < 1e-6
-    )
-
-
-def _gradients_flow(evidence: LearningEvidence) -> bool:
-    return any((each["gradient"] or 0) > 0 for each in evidence.last["blocks"].values())
-
-
-def _falls_behind(evidence: LearningEvidence) -> bool:
-    """Whether the held-out score is far below the training score."""
-    held, trained = evidence.held, evidence.trained
-    if held is None or trained is None:
-        return False
-    return held.score + 3 * held.error + 0.1 < trained.score - 3 * trained.error or (
-        evidence.is_at_chance and trained.is_above_chance
-    )
-
-
-def _errors_are_uniform(evidence: LearningEvidence) -> bool:
-    """Whether wrong answers are spread evenly over the other classes, as far as chance allows."""
-    if len(evidence.matrix) < 3:
-        return True
-    excess, freedom = 0.0, 0
-    for expected, count in _cells(evidence.matrix):
-        excess += (count - expected) ** 2 / max(expected, 1e-9)
-        freedom += 1
-    freedom -= len(evidence.matrix)
-    # The mean and spread of chi-squared.
-    return freedom > 0 and excess < freedom + 4 * math.sqrt(2 * freedom) + 0.3 * freedom
-
-
-def _cells(matrix: Sequence[Sequence[int]]) -> Iterator[tuple[float, int]]:
-    """Yield the expected and the actual number of each kind of mistake."""
-    columns = [sum(row[index] for row in matrix) - matrix[index][index] for index in range(len(matrix))]
-    for label, row in enumerate(matrix):
-        wrong = sum(row) - row[label]
-        others = sum(each for index, each in enumerate(columns) if index != label)
-        for index, count in enumerate(row):
-            if index != label and wrong:
-                yield wrong * columns[index] / max(others, 1), count
-
-
-def _headline(evidence: LearningEvidence) -> str | None:
-    name = evidence.plan.get("headline", "top1_accuracy")
-    return name if evidence.evaluations and str(name).endswith("accuracy") else None
-
-
-def _mean(values: Sequence[float | None]) -> float:
-    known = [each for each in values if each is not None]
-    return sum(known) / len(known) if known else 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,8 @@ from torch.overrides import _get_current_function_mode as _innermost_mode
 _OF_CLASSES = frozenset({"cross_entropy", "nll_loss"})
 _OF_ANSWERS = frozenset({"binary_cross_entropy_with_logits", "binary_cross_entropy"})
 _OF_NUMBERS = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
+# Of a loss that calls none of these: it may be on any scale.
+_OWN_CLASSES, _OWN_NUMBERS = "own_classes", "own_numbers"
 _MOST_COLUMNS = 64
 BINS = 10
 # Above this, the probabilities of all classes would take as much memory as the network's answer.
@@ -42,6 +45,7 @@ class _Sums:
         counts: Labels of each class [width].
         low: The smallest answer; ``high``, the largest; ``off_one``, how far the sum over a row's classes, or of their
             exponentials, is from 1.
+        target_low: The smallest target, of numbers; ``target_high``, the largest.
         smoothing: Label smoothing, where the function was given one.
     """
 
@@ -51,6 +55,8 @@ class _Sums:
     low: float = math.inf
     high: float = -math.inf
     off_one: float = -math.inf
+    target_low: float = math.inf
+    target_high: float = -math.inf
     loss: NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))
     smoothing: float = 0.0
 
@@ -64,6 +70,8 @@ class _Sums:
             low=min(self.low, other.low),
             high=max(self.high, other.high),
             off_one=max(self.off_one, other.off_one),
+            target_low=min(self.target_low, other.target_low),
+            target_high=max(self.target_high, other.target_high),
         )
 
 
@@ -79,6 +87,7 @@ class LossWatcher(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._pending: Pending = []
+        self._seen: list[tuple[str, weakref.ref[Tensor], weakref.ref[Tensor]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a call, and keep the sums of a loss function."""
@@ -87,18 +96,39 @@ class LossWatcher(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _OF_CLASSES or name in _OF_ANSWERS or name in _OF_NUMBERS:
             # What it cannot understand says nothing about the run.
-            with contextlib.suppress(Exception), torch.no_grad(), torch.autocast(result.device.type, enabled=False):
-                answer, target = _pair(args, given)
-                self._take(name, result.detach(), answer.detach(), target.detach(), given)
+            with contextlib.suppress(Exception):
+                options = {**given, "weight": args[2]} if len(args) > 2 else given
+                self._note(name, result, *_pair(args, given), options)
         return result
 
+    def note_own(self, answer: Any, target: Any) -> None:
+        """Keep the sums of what a loss was given that calls no known function; without effect after one that does."""
+        if self._seen or not isinstance(answer, Tensor) or not isinstance(target, Tensor):
+            return
+        has_classes = not target.is_floating_point() and answer.ndim > 1 and answer.shape[1] > 1
+        if has_classes and target.shape != answer.shape[:1] + answer.shape[2:]:
+            return
+        with contextlib.suppress(Exception):
+            unknown = torch.full((), math.nan, device=answer.device)
+            self._note(_OWN_CLASSES if has_classes else _OWN_NUMBERS, unknown, answer, target, {})
+
+    def _note(self, name: str, loss: Tensor, answer: Tensor, target: Tensor, options: Mapping[str, Any]) -> None:
+        if any(each == name and one() is answer and other() is target for each, one, other in self._seen):
+            return  # the loss of each sample, after their mean
+        self._seen.append((name, weakref.ref(answer), weakref.ref(target)))
+        with torch.no_grad(), torch.autocast(answer.device.type, enabled=False):
+            self._take(name, loss.detach(), answer.detach(), target.detach(), options)
+
     def _take(self, name: str, loss: Tensor, answer: Tensor, target: Tensor, options: Mapping[str, Any]) -> None:
-        if name in _OF_CLASSES:
+        is_of_classes = name in _OF_CLASSES or name == _OWN_CLASSES
+        if is_of_classes:
             width, sums = _of_classes(name, answer, target, options)
         else:
             width, sums = _of_numbers(answer, target)
+            is_weighted = options.get("weight") is not None or options.get("pos_weight") is not None
+            loss = loss * math.nan if is_weighted else loss  # not to be compared with a guess
         reduction = options.get("reduction", "mean")
-        count = sums["counts"].sum() if name in _OF_CLASSES else sums["sums"][0].sum()
+        count = sums["counts"].sum() if is_of_classes else sums["sums"][0].sum()
         total = loss.double().sum() * (count if reduction == "mean" else 1)
         sums["loss"] = torch.stack((total, count.to(total.dtype)))
         self._pending.append((name, width, float(options.get("label_smoothing", 0.0)), sums))
@@ -115,6 +145,7 @@ class LossWatcher(TorchFunctionMode):
         The watcher leaves torch's stack of modes meanwhile. Switching modes off would change tensors of other classes
         too, and either would compile a compiled network again.
         """
+        self._seen.clear()
         if not isinstance(network, nn.Module):
             with self:
                 yield
@@ -143,13 +174,30 @@ class LossWatcher(TorchFunctionMode):
         return sums_of(self.take())
 
 
+def note_own(answer: Any, target: Any) -> None:
+    """Show the active watcher, if there is one, what a loss of the user was given."""
+    watcher = _innermost_mode()  # type: ignore[no-untyped-call]  # torch has no types here
+    if isinstance(watcher, LossWatcher):
+        watcher.note_own(answer, target)
+
+
 def sums_of(pending: Pending) -> Parts:
     """Return what :meth:`LossWatcher.take` returned as sums on the host; waits for the device."""
     parts = []
     for name, width, smoothing, tensors in pending:
         values = {key: each.cpu().numpy() for key, each in tensors.items()}
-        low, high, off_one = values.pop("range").tolist()
-        found = _Sums(width=width, low=low, high=high, off_one=off_one, smoothing=smoothing, **values)
+        low, high, off_one, *targets = values.pop("range").tolist()
+        target_low, target_high = targets or (math.inf, -math.inf)
+        found = _Sums(
+            width=width,
+            low=low,
+            high=high,
+            off_one=off_one,
+            target_low=target_low,
+            target_high=target_high,
+            smoothing=smoothing,
+            **values,
+        )
         parts.append({name: found})
     return merged(parts)
 
@@ -178,12 +226,16 @@ def _of_classes(name: str, answer: Tensor, target: Tensor, options: Mapping[str,
         valid = torch.ones_like(target, dtype=torch.bool)
     else:
         target = target.reshape(rows.shape[:-1])
-        valid = target != int(options.get("ignore_index", -100))
+        valid = (target != int(options.get("ignore_index", -100))) & (target >= 0) & (target < classes)
         counts = torch.zeros(classes, dtype=torch.float64, device=answer.device)
         kept = torch.where(valid, target, 0).reshape(-1)
         counts.scatter_add_(0, kept, valid.reshape(-1).double())
     right = (rows.argmax(dim=-1) == target) & valid
-    per_group = [each.reshape(len(rows), -1).sum(dim=1).double() for each in (valid, right)]
+    weighted = [valid.double(), right.double()]
+    if (weight := options.get("weight")) is not None:  # a guess and the answers count as much as in the loss
+        counts = counts * weight.double()
+        weighted = [each * weight.double()[target.clamp(0, classes - 1)] for each in weighted]
+    per_group = [each.reshape(len(rows), -1).sum(dim=1) for each in weighted]
     labels, hits = per_group
     used = (labels > 0).sum().double()
     bins = torch.zeros(2 * BINS, dtype=torch.float64, device=answer.device)
@@ -215,21 +267,24 @@ def _of_numbers(answer: Tensor, target: Tensor) -> tuple[int, dict[str, Tensor]]
     return width, {
         "sums": torch.stack([each.sum(dim=0) for each in values]),
         "counts": torch.full((width,), float(len(answer)), dtype=torch.float64, device=answer.device),
-        "range": torch.stack((low, high, torch.zeros_like(low))),
+        "range": torch.stack((low, high, torch.zeros_like(low), *wanted.aminmax())),
     }
 
 
 def described(parts: Parts) -> dict[str, dict[str, Any]]:
     """Return what the sums say, as plain numbers for a record."""
-    return {name: _classes(each) if name in _OF_CLASSES else _numbers(name, each) for name, each in parts.items()}
+    return {
+        name: _classes(name, each) if name in _OF_CLASSES or name == _OWN_CLASSES else _numbers(name, each)
+        for name, each in parts.items()
+    }
 
 
-def _classes(each: _Sums) -> dict[str, Any]:
+def _classes(name: str, each: _Sums) -> dict[str, Any]:
     labels, right, groups, right_right, right_labels, labels_labels = each.sums[: len(_CLASS_SUMS)].tolist()
     bins = each.sums[len(_CLASS_SUMS) :].reshape(2, BINS)
     total = each.counts.sum()
-    if not labels or not total:
-        return {}
+    if not labels or not total or (name == _OWN_CLASSES and not each.counts[-1]):
+        return {}  # numbers of classes below those of the answers: these may be no scores
     shares = each.counts[each.counts > 0] / total
     # Miller and Madow's correction: few labels look less spread out than they are.
     entropy = float(-(shares * np.log(shares)).sum()) + (len(shares) - 1) / (2 * total)
@@ -263,16 +318,18 @@ def _numbers(name: str, each: _Sums) -> dict[str, Any]:
     covariance = answer_target / count - mean * found
     usable = variance > 1e-12 * np.maximum(mean**2, 1e-30)
     if not usable.any():
-        return {}
+        return {"kind": "constant", "groups": round(float(each.counts[0])), "target_mean": _short(float(mean.mean()))}
     scale = np.sqrt(np.maximum(variance * spread, 1e-300))
     error = target_target - 2 * answer_target + answer_answer
+    correlation, is_own = (covariance / scale)[usable], name == _OWN_NUMBERS
     return {
         "kind": "answers" if name in _OF_ANSWERS else "numbers",
         "columns": each.width,
         "values": round(float(count.sum())),
         "groups": round(float(each.counts[0])),
-        "correlation": _short(float((covariance / scale)[usable].mean())),
-        "r2": _short(float((1 - error / count / np.maximum(variance, 1e-300))[usable].mean())),
+        # An own loss may want answers that fall as the target rises, on another scale.
+        "correlation": _short(float((np.abs(correlation) if is_own else correlation).mean())),
+        "r2": None if is_own else _short(float((1 - error / count / np.maximum(variance, 1e-300))[usable].mean())),
         "target_mean": _short(float(mean.mean())),
         "target_std": _short(float(np.sqrt(np.maximum(variance, 0)).mean())),
         "answer_mean": _short(float(found.mean())),
@@ -281,6 +338,8 @@ def _numbers(name: str, each: _Sums) -> dict[str, Any]:
         "loss": _short(_mean(each)),
         "low": _short(each.low),
         "high": _short(each.high),
+        "target_low": _short(each.target_low),
+        "target_high": _short(each.target_high),
     }
 
 

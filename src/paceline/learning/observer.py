@@ -102,7 +102,9 @@ class NetworkObserver:
             self._seen["gradients"] = torch.stack(norms).float()
         # Rows of an embedding that no token has used have no gradient either.
         matrices = [
-            name for name, each in gradients.items() if each.ndim > 1 and each.numel() and name not in self._embeddings
+            name
+            for name, each in gradients.items()
+            if each.ndim > 1 and each.numel() and name not in self._embeddings and each.layout is torch.strided
         ]
         if matrices:
             largest = [torch.linalg.vector_norm(gradients[name].flatten(1), dim=1) for name in matrices]
@@ -143,7 +145,8 @@ class NetworkObserver:
             has_moved[used] = np.logical_or.reduceat(after != first, begins[used])
         has_gradient = seen.get("has_gradient", [False] * len(self._named))
         norms = iter(seen["gradients"].tolist() if "gradients" in seen else [])
-        gradients = [next(norms, 0.0) if has else 0.0 for has in has_gradient]
+        unknown = 0.0 if "has_gradient" in seen else math.nan  # no optimizer took a step
+        gradients = [next(norms, 0.0) if has else unknown for has in has_gradient]
         blocks: dict[str, NDArray[np.float64]] = {}
         for index, (_, each) in enumerate(self._named):
             if each.requires_grad and sizes[index]:
@@ -151,7 +154,7 @@ class NetworkObserver:
                 block = self._blocks[index]
                 blocks[block] = blocks[block] + row if block in blocks else row
         named = list(zip(self._named, counts.tolist(), has_gradient, strict=True))
-        idle = [name for (name, each), _, has in named if each.requires_grad and not has]
+        idle = [name for (name, each), _, has in named if each.requires_grad and not has and "has_gradient" in seen]
         return {
             "blocks": {name: _block(row.tolist()) for name, row in blocks.items()},
             "trained": sum(count for (_, each), count, _ in named if each.requires_grad),
@@ -271,11 +274,12 @@ def _figures(tensor: Tensor) -> Tensor:
 def _block(row: list[float]) -> dict[str, float | int | None]:
     """Return a block's entry in a record, from sums over its parameters."""
     gradient, weight, update, distance, count, has_moved = row
-    moved = math.sqrt(max(distance, 0) / max(weight, _SMALL)) if math.isfinite(distance) else math.nan
+    base = weight if weight > _SMALL else math.nan  # nothing can be said relative to 0
+    moved = math.sqrt(max(distance, 0) / base) if math.isfinite(distance) else math.nan
     return {
         "gradient": _short(math.sqrt(gradient)) if math.isfinite(gradient) else None,
         "weight": _short(math.sqrt(weight)) if math.isfinite(weight) else None,
-        "update": _short(math.sqrt(max(update, 0) / max(weight, _SMALL))) if math.isfinite(update) else None,
+        "update": _short(math.sqrt(max(update, 0) / base)) if math.isfinite(update) else None,
         "moved": _short(moved) if has_moved else 0.0,
         "parameters": round(count),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -178,6 +179,16 @@ class Kept:
         return weights_sha256(
             *({key: each for key, each in state if isinstance(each, torch.Tensor)} for state in states)
         )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a module is compiled: it would be compiled again for whatever observes it."""
+        dynamo, modules = sys.modules.get("torch._dynamo"), [*self.modules().values()]
+        if any(each._compiled_call_impl is not None for one in modules for each in one.modules()):  # noqa: SLF001  # torch has no other mark
+            return True
+        known = {id(each) for one in modules for each in one.modules()}
+        made = () if dynamo is None else (each for each in gc.get_objects() if type(each) is dynamo.OptimizedModule)
+        return any(id(each._orig_mod) in known for each in made)  # noqa: SLF001  # as above
 
     def begin_turn(self) -> None:
         """Note that a turn of the body begins."""

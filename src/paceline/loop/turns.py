@@ -24,7 +24,7 @@ from paceline.checkpoint.manifest import read_components
 from paceline.checkpoint.publish import BackgroundWriter
 from paceline.checkpoint.state import Registry
 from paceline.checkpoint.store import CheckpointStore, checkpoint_name
-from paceline.data.batch import Batch, mapped
+from paceline.data.batch import Batch, mapped, tensors_in
 from paceline.data.loaders.pytorch import explain_worker_deaths
 from paceline.data.objects.keyed import seed_generators
 from paceline.data.order import evaluation_slices
@@ -32,20 +32,25 @@ from paceline.data.random_draws import derive_seed
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.strategy import ControlFlags, Heartbeat
 from paceline.errors import CheckpointError, LoopError, RunDirectoryError, StoppedError, TrainingError
+from paceline.learning.copies import FingerprintCollector
+from paceline.learning.losses import LossWatcher, described
+from paceline.learning.observer import NetworkObserver
 from paceline.loop.kept import ADVICE, Kept
 from paceline.loop.opening import LoopSubject, SampleStream
 from paceline.loop.scores import Scores, modes_restored
 from paceline.metrics.accumulator import Metric
 from paceline.parsing.arguments import tensor
 from paceline.parsing.units import counted, format_count
-from paceline.records.events import EvaluationEvent, Status, StepEvent, StopEvent
+from paceline.records.events import EvaluationEvent, ObservationEvent, Status, StepEvent, StopEvent
 from paceline.records.ledger import LedgerWriter, ledger_path
 from paceline.records.run_directory import write_json
 from paceline.telemetry.clock import build_step_clock
 from paceline.telemetry.display import RunProgress
 from paceline.telemetry.meter import PHASES
 from paceline.trainer.build import build_publisher, build_recorder
+from paceline.trainer.evaluate import Evaluation
 from paceline.trainer.nonfinite import check_loss, check_outcome, check_results
+from paceline.trainer.observing import LearningListener
 from paceline.trainer.process_settings import StopRequest, restore_random_states
 from paceline.trainer.saved_run import SavedRun
 from paceline.trainer.saving import finish_mirroring, finish_saving, restore, save_checkpoint
@@ -127,6 +132,10 @@ class Turns:
         self._loss: torch.Tensor | None = None
         self._logged: dict[str, torch.Tensor] = {}
         self._evaluations: list[tuple[EvaluationEvent, dict[str, float], Metric | None]] = []
+        self._learning: LearningListener | None = None
+        self._network: nn.Module | None = None
+        self._observing = contextlib.ExitStack()
+        self._observed: dict[str, Mapping[str, Any]] = {}
         self._not_finite: set[str] = set()
         self._wanted, self._waited = ControlFlags(), 0
 
@@ -145,7 +154,8 @@ class Turns:
                 while not ending:
                     batch = self._next(batches)
                     self.phase = "body"
-                    yield run.progress.step + 1, batch
+                    with self._observing:
+                        yield run.progress.step + 1, batch
                     self.phase = "before"
                     ending = self._end_turn(self._agreed())
                 self._finish(ending)
@@ -219,8 +229,26 @@ class Turns:
         if run.world.is_first:
             write_json(run.directory.plan, plan.to_tree())  # with the parameters, which are known now
         self.kept.watch()
+        self._observe_learning()
         run.clock.start()
         return "duration" if run.progress.position >= plan.total_steps else ""
+
+    def _observe_learning(self) -> None:
+        """On the first rank: observe a network that one optimizer trains. Several may work against one another."""
+        optimizers, world = self.kept.optimizers, self.run.world
+        if not world.is_first or len(optimizers) != 1 or self.kept.is_compiled:
+            return
+        trained = {id(each) for group in optimizers[0].param_groups for each in group["params"]}
+        modules = {
+            name: each for name, each in self.kept.modules().items() if trained & {id(one) for one in each.parameters()}
+        }
+        if not modules:
+            return
+        self._network = next(iter(modules.values())) if len(modules) == 1 else nn.ModuleDict(modules)
+        observer = NetworkObserver(self._network, hooked=True)
+        self._learning = LearningListener(observer, self.run.progress, self.run.plan.total_steps)
+        # The program may drop the gradients at the end of its body.
+        optimizers[0].register_step_pre_hook(lambda *_: observer.after_backward())
 
     def _load_completed(self) -> None:
         """Load the weights of a run that has nothing left to do, for what the program does with them."""
@@ -246,6 +274,9 @@ class Turns:
         if run.device.type != "cpu":
             torch.get_device_module(run.device).manual_seed(derive_seed(*key))
         self.kept.begin_turn()
+        if self._learning is not None and self._network is not None:
+            self._learning.begin_step()
+            self._observing.enter_context(self._learning.around_forward(self._network, self._batch))
         return batch
 
     def move(self, batch: Any) -> Any:
@@ -357,6 +388,8 @@ class Turns:
             totals = run.window.drain()
             self._check_logged(totals.logged)
             norm = totals.logged.pop("grad_norm", None)
+            for event in () if self._learning is None else self._learning.events():
+                run.recorder.write(event)
             rates = [each.param_groups[0]["lr"] for each in self.kept.optimizers]
             run.recorder.write(
                 StepEvent(
@@ -386,6 +419,10 @@ class Turns:
     def _record(self, evaluation: EvaluationEvent, found: dict[str, float], chosen_by: Metric | None) -> None:
         run, progress, split = self.run, self.run.progress, evaluation.split
         run.recorder.write(evaluation)
+        if details := self._observed.pop(split, None):
+            run.recorder.write(
+                ObservationEvent(step=evaluation.step, position=evaluation.position, split=split, details=details)
+            )
         prefix = "" if split == "validation" else f"{split}_"
         named = {f"{prefix}{key}": value for key, value in found.items()}
         results = {"model": progress.last.get("model", {}) | named}
@@ -403,17 +440,21 @@ class Turns:
         if self.phase != "body":
             raise LoopError("an evaluation begins in the body of the loop; enter it with `with` where you make it.")
         self.phase = "evaluation"
+        self._observing.close()  # its losses are not those of the step
+        watcher, prints = LossWatcher(), FingerprintCollector()
         try:
             with run.clock.paused(), restore_random_states(run.device.type):
                 run.sync_buffers()
+                batches = source.backend.batches(evaluation_slices(samples, run.plan.global_batch_size, run.world))
                 scores = Scores(
-                    batches=source.backend.batches(evaluation_slices(samples, run.plan.global_batch_size, run.world)),
+                    batches=batches if self._learning is None else _noted(batches, prints),
                     samples=samples,
                     device=run.device,
                     collectives=run.collectives,
                     move=self.move,
                 )
-                with modes_restored(modules, self.kept.replicas):
+                watched = contextlib.nullcontext() if self._network is None else watcher.around(self._network)
+                with modes_restored(modules, self.kept.replicas), watched:
                     yield scores
                 scores.finish(best)
         finally:
@@ -428,6 +469,10 @@ class Turns:
             seconds=time.perf_counter() - started,
             metrics=scores.results,
         )
+        if self._learning is not None:
+            losses = described(watcher.drain())
+            found = Evaluation(samples=samples, results={}, broken=(), losses=losses, prints=prints.prints())
+            self._observed[name] = self._learning.for_evaluation(found)
         self._evaluations.append((event, scores.results, chosen_by))
 
     def load_best(self) -> int:
@@ -460,7 +505,7 @@ class Turns:
                 reason = run.stop.signal_name or "another process was asked"
                 run.recorder.write(StopEvent(**run.progress.here, reason="break" if ending == "break" else reason))
             self.votes.finish()
-            record_end(run, status, ending, self._digest)
+            summary = record_end(run, status, ending, self._digest)
         except (RunDirectoryError, CheckpointError) as error:
             # What was asked for was right, and then the disk failed.
             raise TrainingError(str(error)) from error
@@ -468,6 +513,8 @@ class Turns:
         run.clock.close()
         run.recorder.close()
         write_pages(run, self.subject.options.report)
+        if learning := summary.details.get("learning"):
+            run.display.message(f"warning: {learning['sentence']}")
         run.display.message(f"{status} after {format_count(run.progress.step)} steps in {run.directory.root}")
         run.display.close()
         self.subject.close()
@@ -504,6 +551,12 @@ class Turns:
 
     def _digest(self) -> dict[str, str]:
         return {"model": self.kept.sha256()}
+
+
+def _noted(batches: Iterator[Batch], prints: FingerprintCollector) -> Iterator[Batch]:
+    for batch in batches:
+        prints.add(tensors_in(batch.inputs))
+        yield batch
 
 
 def close_at_exit(steps: Generator[tuple[int, Any], None, None]) -> None:

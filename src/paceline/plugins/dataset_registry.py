@@ -58,6 +58,13 @@ class StandIn(NamedTuple):
     is_plannable: bool = False
 
 
+class PictureHooks(NamedTuple):
+    """What commands ask of a data set of annotated pictures; both are described in :class:`DatasetEntry`."""
+
+    pictures: Pictures | None
+    first_recipe: str = ""
+
+
 class Place:
     """A file, folder or pattern of which the data set is looked for.
 
@@ -101,6 +108,8 @@ class DatasetEntry:
         stand_in: Generated data like it, for estimates without its files; None if there is none.
         pictures: If samples are annotated pictures: returns those of a recipe as an ``ImageDataset`` with any number of
             labels, for `paceline check-data`, and a sentence for each kind of implausible annotation.
+        first_recipe: ``module:function`` that chooses a recipe for a folder of annotated pictures, given the data set's
+            name, the folder and the user's overrides; empty if there is none.
     """
 
     name: str
@@ -112,6 +121,7 @@ class DatasetEntry:
     size: Size | None = None
     stand_in: StandIn | None = None
     pictures: Pictures | None = None
+    first_recipe: str = ""
 
     def uses(self, key: str) -> bool:
         """Whether a key of the ``data`` section has an effect on it."""
@@ -138,16 +148,18 @@ def dataset(
     keys: Sequence[str] = (),
     size: Size | None = None,
     stand_in: StandIn | None = None,
-    pictures: Pictures | None = None,
+    pictures: Pictures | PictureHooks | None = None,
 ) -> Callable[[AnyOpener], AnyOpener]:
     """Register the decorated function under a name; a name may stand for data sets of several kinds.
 
     The arguments are described in :class:`DatasetEntry`.
     """
 
+    hooks = pictures if isinstance(pictures, PictureHooks) else PictureHooks(pictures)
+
     def register(opener: AnyOpener) -> AnyOpener:
         _entries[name, kind] = DatasetEntry(
-            name, kind, opener, frozenset(keys), tuple(endings), sniff, size, stand_in, pictures
+            name, kind, opener, frozenset(keys), tuple(endings), sniff, size, stand_in, *hooks
         )
         return opener
 
@@ -213,6 +225,12 @@ def dataset_at(path: str | Path) -> DatasetEntry | None:
     if broken:
         raise DataError(f"no data set that can be imported reads {str(path)!r}, and {broken}: repair its package.")
     return None
+
+
+def annotated_at(path: str | Path) -> list[DatasetEntry]:
+    """Return the data sets of annotated pictures that a folder may be, the likeliest first."""
+    place = Place(path)
+    return [each for each in entries() if each.first_recipe and each.reads(place)]
 
 
 def open_registered(name: str, kinds: Mapping[str, type[_T]], argument: Any) -> _T:

@@ -90,6 +90,19 @@ class Answer:
         """
         raise DataError("--draw draws the objects that a detector finds, and these weights predict none.")
 
+    def label_map(self, classes: Sequence[str]) -> Image.Image | None:
+        """Return the class of each pixel as a palette image, if that is what was predicted; by default None."""
+        return None
+
+    def overlay(self, longest: int, classes: Sequence[str]) -> Image.Image | None:
+        """Return a transparent picture of the predicted pixels, to lay over the image; by default None.
+
+        Args:
+            longest: Its longest side in pixels, at most.
+            classes: All class names; each has a different colour.
+        """
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:

@@ -68,6 +68,18 @@ def check_part(value: int | str) -> int | str:
     return value
 
 
+def check_values(value: tuple[int, ...]) -> tuple[int, ...]:
+    """Refuse a pixel value that is named twice."""
+    if len(set(value)) < len(value):
+        raise ValueError(f"found {list(value)}, but each value may be named only once")
+    return value
+
+
+_MaskValues = Annotated[
+    tuple[Annotated[NonNegativeInt, Field(le=255)], ...],
+    Field(min_length=2, max_length=254),
+    AfterValidator(check_values),
+]
 Part = Annotated[int | str, BeforeValidator(lambda value: check_part(parse_integer(value)))]
 """A number of images, or a percentage of them."""
 _Workers = Annotated[NonNegativeInt, Field(le=1024)]
@@ -379,12 +391,17 @@ class Data:
     (Python's documentation), `text_folder`, `tokens` (what `paceline pack --text` wrote), `huggingface_text` (what
     `save_to_disk` wrote, or parquet), `text_table` (CSV, JSON lines, parquet or what `save_to_disk` wrote: texts with
     labels) or `chat` (the same, with columns `prompt` and `answer`, or `messages`); of clicks `criteo` (lines of
-    numbers and categories) or `synthetic_clicks`; for detection `coco` or `shapes`, which are drawn; for segmentation
-    these or `masks` (a label map for each image); or `package.module:factory`."""
+    numbers and categories) or `synthetic_clicks`; for detection `coco`, `yolo`, `labelme`, `label_studio`, `cvat`
+    (what these tools export) or `shapes`, which are drawn; for segmentation these or `masks` (a label map for each
+    image); or `package.module:factory`."""
     path: Annotated[LocalPath | None, Off, _used("path")] = None
     """Path of the data; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt; of a `mixture`, the folder with
     its sets. Or an address: `s3://BUCKET/PATH`, `hf://datasets/OWNER/NAME`."""
+    annotations: Annotated[LocalPath | None, Off, _used("annotations")] = None
+    """The annotation file of all images, if it is not where the data set looks for it in `path`."""
+    mask_values: Annotated[_MaskValues | None, Off, _used("mask_values")] = None
+    """Values of the pixels of masks, by class: `[0, 255]`, for example. `off`: class indices, and 255 is ignored."""
     mixture: Annotated[_Ratios, _used("mixture")] = Field(default_factory=dict)
     """The sets of a `mixture` and their ratios: `{photos: 3, more.csv: 1}` takes three samples of `photos` for each of
     `more.csv`. A set is a folder of class folders or a table of images in `path`. Classes of the same name are one

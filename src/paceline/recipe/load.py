@@ -97,7 +97,7 @@ def _is_data_folder(path: str) -> bool:
     return os.path.isdir(path) and not os.path.isfile(os.path.join(path, "recipe.yaml"))
 
 
-PATH_KEYS = ("data.path", "data.saved_split", "model.initialize_from", "distillation.teacher")
+PATH_KEYS = ("data.path", "data.annotations", "data.saved_split", "model.initialize_from", "distillation.teacher")
 
 
 def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedRecipe:

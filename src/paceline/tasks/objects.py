@@ -28,6 +28,7 @@ from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights, evenly_spaced, first_samples, micro_batch
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError
 from paceline.host.world import World
+from paceline.learning.losses import note_own
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import NamedMetrics
@@ -304,7 +305,9 @@ class Fit(Task):
             return None, self._called("loss", self.objects.loss, model, batch.inputs)
         outputs = self._answer(model, batch.inputs)
         hint = functools.partial(wrong_class, outputs, batch, self._splits.get(training, self.objects.train_set))
-        return outputs, self._called("loss", self.objects.loss, outputs, batch.targets, hint)
+        loss = self._called("loss", self.objects.loss, outputs, batch.targets, hint)
+        note_own(outputs, batch.targets)
+        return outputs, loss
 
     def _answer(self, model: Model, inputs: Nested) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Choose a recipe for a folder or file of images, from the data and this machine.
+"""Choose a recipe for a folder or file of images, from the data and this machine; other tasks choose for their own.
 
 The choice is a shipped recipe and overrides, so that everything can be read, changed and typed by hand.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pkgutil
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ import numpy as np
 
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.source import FileSource, SampleSource, leaf_sources
-from paceline.data.splits import split_folders
 from paceline.distributed.device import choose_device
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError
@@ -28,7 +28,7 @@ from paceline.host.world import World
 from paceline.models.build import why_no_weights
 from paceline.parsing.plain_yaml import yaml_line
 from paceline.parsing.units import format_count
-from paceline.plugins.dataset_registry import detect_dataset
+from paceline.plugins.dataset_registry import annotated_at, detect_dataset
 from paceline.recipe.load import Overrides, load_recipe, set_by
 from paceline.records.reader import beyond_until
 from paceline.records.run_directory import RunDirectory
@@ -125,14 +125,11 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
         PacelineError: If there are no images that could be trained on, or an override is wrong.
     """
     path = Path(source).expanduser()
+    if annotated := annotated_at(path):
+        found: FirstRecipe = pkgutil.resolve_name(annotated[0].first_recipe)(annotated[0].name, source, overrides)
+        others = [f"it may also be data.dataset={each.name}" for each in annotated[1:]]
+        return replace(found, reasons=(*found.reasons, *others))
     kind = detect_dataset(source)
-    folders = [path / each for each in ("", *split_folders(path).values())]
-    if any((each / "masks").is_dir() and (each / "images").is_dir() for each in folders):
-        raise RecipeError(
-            f"{source} has folders images and masks, as for segmentation; train on it with `paceline train "
-            f"shapes-segmentation data.dataset=masks {shlex.quote(f'data.path={yaml_line(source)}')}`.",
-            path=source,
-        )
     # A custom task or network determines its own needs.
     given = set(set_by(overrides))
     data_keys = [f"data.dataset={kind}"] * (kind != "image_folder") + [f"data.path={yaml_line(str(path))}"]

@@ -188,6 +188,12 @@ def examine(options: Doctor, log: Log) -> Diagnosis:
     loaded = options.load()
     recipe, assumed = with_placeholder_data(loaded.recipe)
     unseen = {} if assumed is None else {"data": assumed}
+    events = RunDirectory(Path(options.recipe)).events
+    is_run = options.recipe not in shipped_recipes()  # such a name means the recipe, whatever is here
+    learning = Judgement()
+    if is_run and events.exists():
+        with contextlib.suppress(RunDirectoryError):
+            learning = judge_run(RunDirectory(Path(options.recipe)))
     # By default, the fewest processes that the recipe's strategy is for.
     count = options.processes or (2 if recipe.parallel.strategy in ("ddp", "fsdp") else 1)
     world = World(world_size=count, local_world_size=count)
@@ -197,7 +203,12 @@ def examine(options: Doctor, log: Log) -> Diagnosis:
         for name in named_code(recipe):
             with contextlib.suppress(PacelineError):  # reported where it is needed
                 load_reference(name, PacelineError)
-        plan, anatomy, why = _anatomy(recipe, target, world, log)
+        try:
+            plan, anatomy, why = _anatomy(recipe, target, world, log)
+        except PacelineError as error:
+            if learning:  # of objects or a loop that only their program has
+                error.args = (f"{learning} Nothing else of this run can be examined: {error}",)
+            raise
         shortage = memory_shortage(recipe, target.machine, world.world_size) if anatomy is not None else None
         log("looking at the code")
         observed, calls, trouble = _behaviour(recipe, plan)
@@ -206,12 +217,6 @@ def examine(options: Doctor, log: Log) -> Diagnosis:
         unseen["network"] = why
     if trouble:
         unseen["code"] = trouble
-    events = RunDirectory(Path(options.recipe)).events
-    is_run = options.recipe not in shipped_recipes()  # such a name means the recipe, whatever is here
-    learning = Judgement()
-    if is_run and events.exists():
-        with contextlib.suppress(RunDirectoryError):
-            learning = judge_run(RunDirectory(Path(options.recipe)))
     subject = CheckedRun(
         recipe=loaded.recipe,
         plan=plan,

@@ -64,7 +64,7 @@ def near_duplicates(parts: Parts, split_of: Ids, first: Ids) -> Ids:
         queries, known = seen[split_of[seen] == split], seen[split_of[seen] < split]
         distance, other = _nearest(parts, queries, known, first, view)
         order = np.lexsort((other, distance))
-        distance, other = (np.take_along_axis(each, order, axis=1) for each in (distance, other))
+        distance, other = np.take_along_axis(distance, order, axis=1), np.take_along_axis(other, order, axis=1)
         found = np.isfinite(distance)
         pairs.append(np.stack([np.broadcast_to(queries[:, None], other.shape)[found], other[found]], axis=1))
     return np.concatenate(pairs)
@@ -238,6 +238,7 @@ def find_all(
         *_of_folder(subject),
         *_of_samples(gathered),
         *_of_copies(gathered, workers=workers, progress=progress),
+        *_unlabelled(subject, gathered, workers=workers, progress=progress),
         *_of_classes(subject),
     ]
     worst, order = list(SEVERITIES), list(KINDS)
@@ -328,6 +329,19 @@ def _of_copies(gathered: SampleFacts, *, workers: int, progress: Progress) -> It
     pairs = pairs[same_pictures(gathered, pairs, workers=workers, progress=progress)]
     nearest = np.unique(pairs[:, 0], return_index=True)[1]
     yield from _pairs(gathered, "near_leak", pairs[nearest])
+
+
+def _unlabelled(
+    subject: CheckedData, gathered: SampleFacts, *, workers: int, progress: Progress
+) -> Iterator[DataFinding]:
+    """Find images without a label, or an object, that look the same as one with some."""
+    labels = np.concatenate([each.labels for each in subject.splits.values()])
+    if subject.learned != "labels" or labels.shape[1] == 0:
+        return
+    is_unlabelled: Ids = np.where(labels.any(axis=1), 0, 1)[gathered.numbers]
+    pairs = near_duplicates(gathered.rows["hash"], is_unlabelled, np.arange(len(gathered.numbers)))
+    pairs = pairs[same_pictures(gathered, pairs, workers=workers, progress=progress)]
+    yield from _pairs(gathered, "unlabelled", pairs[np.unique(pairs[:, 0], return_index=True)[1]])
 
 
 def _pairs(gathered: SampleFacts, name: str, pairs: Ids) -> Iterator[DataFinding]:

@@ -29,7 +29,7 @@ from paceline.data.image.sets.image_folder import open_unread_test, unread_entri
 from paceline.data.image.source import BrokenImageError, Ids, JoinedSource, SampleSource
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.parsing.plain_yaml import yaml_line
-from paceline.plugins.dataset_registry import Pictures, detect_dataset, named
+from paceline.plugins.dataset_registry import Pictures, annotated_at, detect_dataset, named
 from paceline.plugins.references import is_reference
 from paceline.recipe.load import load_recipe, set_by, shipped_recipes
 from paceline.recipe.schema import Recipe
@@ -39,6 +39,11 @@ from paceline_data.inspect.compare import is_same_picture
 from paceline_data.inspect.look import BIT, ROW, Defect, Rows, Viewer, look
 
 _OF_IMAGES = ("image_classification", "image_multilabel", "image_regression", "distillation")
+# The recipe of a folder of annotated pictures, by the kind of the data set; boxes are checked without masks.
+_BASES: dict[str | None, tuple[str, ...]] = {
+    "boxes": ("shapes-maskrcnn", "model.name=small_fasterrcnn"),
+    "masks": ("shapes-segmentation",),
+}
 # Keys about preprocessing, which is not checked; a custom source may need any key.
 _WITHOUT_EFFECT = (
     *("data.augment", "data.mix.", "data.progressive", "data.interpolation", "data.evaluation_"),
@@ -153,6 +158,9 @@ def _load(source: str, overrides: Sequence[str]) -> Recipe:
     if is_recipe:
         return load_recipe(source, overrides).recipe
     located = f"data.path={yaml_line(source)}"
+    if annotated := annotated_at(path):
+        base, *options = _BASES[annotated[0].kind]
+        return load_recipe(base, [*options, f"data.dataset={annotated[0].name}", located, *overrides]).recipe
     try:
         kind = detect_dataset(source)
     except DataError as error:
@@ -300,7 +308,7 @@ def _run_worker(work: Work[Any], piece: range, connection: Connection, current: 
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     warnings.simplefilter("ignore")
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
     def note(item: int) -> None:
         current.value = item
@@ -311,7 +319,7 @@ def _run_worker(work: Work[Any], piece: range, connection: Connection, current: 
         connection.send((True, traceback.format_exc()))
 
 
-def _exit_with_parent() -> None:
+def exit_with_parent() -> None:
     """Exit when the parent process is gone, even if it was killed or this process hangs in a read."""
     first = multiprocessing.parent_process()
     assert first is not None

@@ -137,6 +137,12 @@ OF_SETS = (
         "look at both; if they are one picture, remove it from one of the splits",
     ),
     Kind("contradiction", "spoils", "it is in two classes", "keep it in the class it belongs to"),
+    Kind(
+        "unlabelled",
+        "spoils",
+        "it has no label or object, and looks the same as an image that has",
+        "label it, or remove it",
+    ),
     Kind("duplicate", "costs", "a copy of another in its split and class", "keep one"),
     Kind(
         "imbalance",

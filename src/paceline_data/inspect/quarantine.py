@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.errors import DataError
 from paceline.parsing.files import is_folder, visible_entries
+from paceline.records.run_directory import write_bytes
 from paceline_data.inspect.findings import DataFinding
 
 UNDO = "undo.sh"
@@ -23,7 +24,7 @@ _EFFECTIVE = os.access in os.supports_effective_ids  # not everywhere
 _MOST_LINKS = 40  # in a path, as in Linux
 _BACK = b"""\
 #!/bin/sh
-# Moves back what `paceline check-data` moved into this folder. Run it with: sh undo.sh
+# Moves back what Paceline moved, the last first. Run it with: sh undo.sh
 back() {
     if [ ! -e "$1" ] && [ ! -L "$1" ]; then return; fi
     if [ -e "$2" ] || [ -L "$2" ]; then echo "not moved back, since there is another: $2" >&2; return; fi
@@ -54,8 +55,13 @@ class Quarantine:
         return f"sh {shlex.quote(str(self.folder / UNDO))}"
 
 
-def check_place(root: Path, folder: Path) -> None:
+def check_place(root: Path, folder: Path, option: str = "--quarantine") -> None:
     """Reject a folder to which files of ``root`` cannot be moved.
+
+    Args:
+        root: The data.
+        folder: The folder.
+        option: What names the folder, for the message.
 
     Raises:
         DataError: If one contains the other, they are on different file systems, or the path is a file.
@@ -63,8 +69,7 @@ def check_place(root: Path, folder: Path) -> None:
     inside, outside = folder.resolve(), root.resolve()
     if inside.is_relative_to(outside) or outside.is_relative_to(inside):
         raise DataError(
-            f"--quarantine {folder}: it and the data ({root}) must not contain each other; give a folder next to the "
-            "data.",
+            f"{option} {folder}: it and the data ({root}) must not contain each other; give a folder next to the data.",
             path=folder,
         )
     inner = inside
@@ -72,11 +77,11 @@ def check_place(root: Path, folder: Path) -> None:
         inner = inner.parent
     if not inner.is_dir():
         raise DataError(
-            f"--quarantine {folder}: {str(inner)!r} is a file; give a folder, which need not exist.", path=folder
+            f"{option} {folder}: {str(inner)!r} is a file; give a folder, which need not exist.", path=folder
         )
     if inner.stat().st_dev != outside.stat().st_dev:
         raise DataError(
-            f"--quarantine {folder}: it is on another file system than the data, and files are only moved by "
+            f"{option} {folder}: it is on another file system than the data, and files are only moved by "
             "renaming, which cannot lose them; give a folder next to the data.",
             path=folder,
         )
@@ -96,21 +101,11 @@ def move_away(findings: Sequence[DataFinding], root: Path, folder: Path) -> Quar
     real_root = Path(os.path.realpath(root))
     to_move, kept = _chosen(findings, root, real_root)
     samples = {name for each in findings for entry in each.entries if entry.split for name in (entry.name, entry.other)}
-    readers = (
-        {*_links(real_root), *(Path(os.path.relpath(each, root)) for each in samples if each)} if to_move else set()
-    )
-    needs = {path: needed for path in sorted(readers) if (needed := to_move.intersection(_passed(real_root, path)))}
-    while held := {
-        each: f"{path} leads to it"
-        for path, needed in needs.items()
-        if to_move.isdisjoint((path, *path.parents))
-        for each in needed & to_move
-    }:
-        to_move -= held.keys()
-        kept |= held
+    kept |= led_to(root, to_move, samples)
+    to_move -= kept.keys()
     paths = sorted(path for path in to_move if not to_move.intersection(path.parents))
     moves = [(root / path, folder / path) for path in paths]
-    _move(moves, folder)
+    move_files(moves, folder, f"--quarantine {folder}")
 
     def is_gone(finding: DataFinding) -> bool:
         names = [Path(entry.name) for entry in finding.entries]
@@ -123,6 +118,30 @@ def move_away(findings: Sequence[DataFinding], root: Path, folder: Path) -> Quar
         kept=tuple((str(root / path), kept[path]) for path in sorted(kept)),
         kinds=frozenset(each.kind.name for each in findings if is_gone(each)),
     )
+
+
+def led_to(root: Path, paths: Collection[Path], samples: Iterable[str | None] = ()) -> dict[Path, str]:
+    """Return which of some paths, relative to ``root``, a link leads to that is not one of them, with the reason.
+
+    Args:
+        root: The data.
+        paths: What is to be moved.
+        samples: Paths of samples, which may pass through linked folders.
+    """
+    to_move, real_root, kept = set(paths), Path(os.path.realpath(root)), dict[Path, str]()
+    if not to_move:
+        return kept
+    readers = {*_links(real_root), *(Path(os.path.relpath(each, root)) for each in samples if each)}
+    needs = {path: needed for path in sorted(readers) if (needed := to_move.intersection(_passed(real_root, path)))}
+    while held := {
+        each: f"{path} leads to it"
+        for path, needed in needs.items()
+        if to_move.isdisjoint((path, *path.parents))
+        for each in needed & to_move
+    }:
+        to_move -= held.keys()
+        kept |= held
+    return kept
 
 
 def _chosen(findings: Sequence[DataFinding], root: Path, real_root: Path) -> tuple[set[Path], dict[Path, str]]:
@@ -178,8 +197,17 @@ def _passed(root: Path, path: Path) -> Iterator[Path]:
             place, links = place.parent, links + 1
 
 
-def _move(moves: Sequence[tuple[Path, Path]], folder: Path) -> None:
-    """Move everything, or nothing; raises DataError."""
+def move_files(moves: Sequence[tuple[Path, Path]], folder: Path, name: str) -> None:
+    """Move everything, or nothing, after adding it to the undo script.
+
+    Args:
+        moves: Old and new path of each file or folder.
+        folder: The folder of the undo script.
+        name: What asked for it, for messages.
+
+    Raises:
+        DataError: As for :func:`move_away`.
+    """
     disk = next(each for each in (folder, *folder.absolute().parents) if each.exists()).stat().st_dev
     for source, target in moves:
         is_folder = source.is_dir() and not source.is_symlink()
@@ -193,7 +221,7 @@ def _move(moves: Sequence[tuple[Path, Path]], folder: Path) -> None:
         elif closed:
             why = f"{str(closed[0])!r} is read-only: give this user write permission (chmod u+w)."
         if why:
-            raise DataError(f"--quarantine {folder}: nothing was moved, since {why}", path=folder)
+            raise DataError(f"{name}: nothing was moved, since {why}", path=folder)
     if moves:
         _write_undo(folder, moves)
     for number, (source, target) in enumerate(moves):
@@ -212,16 +240,12 @@ def _move(moves: Sequence[tuple[Path, Path]], folder: Path) -> None:
 
 
 def _write_undo(folder: Path, moves: Iterable[tuple[Path, Path]]) -> None:
-    """Append to the undo script before anything is moved; raises DataError."""
+    """Put the moves first in the undo script, before anything is moved; raises DataError."""
     script = folder / UNDO
     lines = [f"back {shlex.quote(os.path.abspath(new))} {shlex.quote(os.path.abspath(old))}\n" for old, new in moves]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(script, "ab") as file:
-            if not file.tell():
-                file.write(_BACK)
-            file.write(b"".join(map(os.fsencode, lines)))
-            file.flush()
-            os.fsync(file.fileno())
+        earlier = script.read_bytes().removeprefix(_BACK) if script.exists() else b""
+        write_bytes(script, _BACK + b"".join(map(os.fsencode, lines)) + earlier)
     except OSError as error:
         raise DataError(f"{str(script)!r} cannot be written: {error.strerror}; nothing was moved.") from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import logsumexp
 
 from paceline.command import Log
 from paceline.data.batch import Batch, tensors_in
@@ -61,7 +62,7 @@ class WrongLabel:
         given: Its class in the data.
         suggested: The most probable other class.
         score: Probability that the given class is wrong, by which labels are ranked.
-        probability: Calibrated probability of the suggested class.
+        probability: Calibrated probability of the suggested class; of a mistake, as the network gives it.
     """
 
     id: int
@@ -86,6 +87,7 @@ class WrongLabels:
         folds: Number of folds; None without.
         not_checked: Why labels, or those of a split, were not checked.
         is_supported: Whether the task has labels that can be checked.
+        mistakes: Other samples for which the network answers another class, the most confident answers first.
         pictures: Data URLs of the first ones found, as the network sees them, by split and id.
     """
 
@@ -97,6 +99,7 @@ class WrongLabels:
     folds: int | None = None
     not_checked: str = ""
     is_supported: bool = True
+    mistakes: tuple[WrongLabel, ...] = ()
     pictures: dict[tuple[Split, int], str]
 
     def to_json(self) -> dict[str, Any]:
@@ -193,6 +196,7 @@ def find_wrong_labels(
     return replace(
         result,
         found=tuple(found),
+        mistakes=_other_mistakes(parts, names, found),
         checked={split: len(parts[split].ids) for split in noise},
         agreement=agreement,
         findable={split: each.findable for split, each in noise.items()},
@@ -200,6 +204,16 @@ def find_wrong_labels(
         not_checked="; ".join(unseen),
         pictures=_pictures(subject.recipe, found[:_MOST_PICTURES]),
     )
+
+
+def _other_mistakes(
+    parts: Mapping[Split, _Predicted], names: Sequence[str], found: Sequence[WrongLabel]
+) -> tuple[WrongLabel, ...]:
+    """Return the mistakes that are not among the labels found, the most confident first."""
+    listed = {(each.split, each.id) for each in found}
+    mistakes = [each for split in parts for each in _mistakes(split, parts[split], names)]
+    others = [each for each in mistakes if (each.split, each.id) not in listed]
+    return tuple(sorted(others, key=lambda each: -each.probability))
 
 
 def _sizes(task: Task) -> tuple[int, int] | None:
@@ -219,6 +233,22 @@ def _named(split: Split, part: _Predicted, noise: LabelNoise, names: Sequence[st
             suggested=names[noise.likely[at]],
             score=float(noise.wrong[at]),
             probability=float(noise.probability[at]),
+        )
+
+
+def _mistakes(split: Split, part: _Predicted, names: Sequence[str]) -> Iterator[WrongLabel]:
+    probabilities = np.exp(part.scores - logsumexp(part.scores, axis=1, keepdims=True))
+    answers = part.scores.argmax(axis=1)
+    for at in np.flatnonzero(answers != part.labels).tolist():
+        probability = float(probabilities[at, answers[at]])
+        yield WrongLabel(
+            id=int(part.ids[at]),
+            split=split,
+            sample=part.names[at],
+            given=names[part.labels[at]],
+            suggested=names[answers[at]],
+            score=float(1 - probabilities[at, part.labels[at]]),
+            probability=probability,
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import ipaddress
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -18,6 +20,7 @@ from urllib.parse import urlsplit
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from PIL import Image
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 from starlette.datastructures import Headers, UploadFile
@@ -27,12 +30,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.pages.page import script_digest
-from paceline.prediction.predictor import Answer
+from paceline.prediction.predictor import Answer, Predictor
 from paceline_ops.serving import texts
 from paceline_ops.serving.service import Service, ServiceLimits, busy, while_connected
 
 LARGEST_TOP_K = 1000
 _FIELD = "images"
+_OVERLAY = 1024
 _LONGEST_NAME = 255
 _INTERFACE = "1"  # version of the interface, not of the program
 _LEAST_BODIES_BYTES = 64 * 2**20
@@ -45,9 +49,16 @@ class ImageAnswer(BaseModel):
 
     name: str = Field(description="File name given by the client.")
     labels: list[str] = Field(description="Class names, the most probable first.")
-    probabilities: list[float] = Field(description="Of each label, from 0 to 1.")
+    probabilities: list[float] = Field(
+        description="Of each label, from 0 to 1; of a segmentation network, its share of the pixels."
+    )
     boxes: list[tuple[float, float, float, float]] | None = Field(
         description="Of a detector: left, top, right and bottom edge of each object, in pixels; of others null."
+    )
+    overlay: str | None = Field(
+        default=None,
+        description=f"Of a network that predicts pixels: a transparent picture of them, of at most {_OVERLAY} pixels a "
+        "side, as the data URL of a PNG. Of others null.",
     )
     numbers: dict[str, float] | None = Field(
         default=None,
@@ -171,27 +182,35 @@ def _add_predict(app: FastAPI, service: Service, model: str) -> None:
             if not uploads:
                 raise HTTPException(408, f"the request was not complete {within}") from None
             raise busy(f"there was no answer {within}") from None
-        names = (name for name, _ in uploads)
+
+        def predictions() -> list[ImageAnswer]:
+            pairs = zip(uploads, answers, strict=True)
+            return [_shown(name, answer, most, service.predictor) for (name, _), answer in pairs]
+
         return Answers(
             model=model,
             weights_sha256=service.predictor.digest,
-            predictions=[
-                _shown(name, answer, most, boxes="boxes" in service.predictor.kind.per_label)
-                for name, answer in zip(names, answers, strict=True)
-            ],
+            predictions=await asyncio.to_thread(predictions),  # drawing takes a while
         )
 
 
-def _shown(name: str, answer: Answer, top_k: int, *, boxes: bool) -> ImageAnswer:
-    row = answer.row()
+def _shown(name: str, answer: Answer, top_k: int, predictor: Predictor) -> ImageAnswer:
+    row, overlay = answer.row(), answer.overlay(_OVERLAY, predictor.classes)
     return ImageAnswer(
         name=name,
         labels=list(answer.labels[:top_k]),
         probabilities=list(answer.probabilities[:top_k]),
-        boxes=list(row["boxes"][:top_k]) if boxes else None,
+        boxes=list(row["boxes"][:top_k]) if "boxes" in predictor.kind.per_label else None,
+        overlay=None if overlay is None else _data_url(overlay),
         numbers=row.get("numbers") or None,
         error=answer.error,
     )
+
+
+def _data_url(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 class _Form(MultiPartParser):

@@ -22,6 +22,12 @@ const shown = (file, answer) => {
   image.alt = file.name;
   image.src = URL.createObjectURL(file);
   image.addEventListener("load", () => {
+    if (answer.overlay) {
+      const overlay = made("img", "overlay");
+      overlay.alt = "";
+      overlay.src = answer.overlay;
+      picture.append(overlay);
+    }
     if (answer.boxes) picture.append(drawnBoxes(image, answer.boxes));
     URL.revokeObjectURL(image.src);
   });

@@ -114,6 +114,9 @@ class BoxDataset:
         files: Paths of the pictures; empty if they are synthetic.
         left_out: Unused data, one sentence per kind.
         implausible: Those of its sentences that are about implausible annotations.
+        is_outlined: Whether each object has an outline, so that masks can be read.
+        split: Origin of the held-out pictures, for people; empty if they are synthetic.
+        is_split_off: Whether they were split off the training pictures.
         is_unscored: Whether no held-out picture has an object, so that average precision is undefined.
     """
 
@@ -126,4 +129,7 @@ class BoxDataset:
     files: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     implausible: tuple[str, ...] = ()
+    is_outlined: bool = True
+    split: str = ""
+    is_split_off: bool = False
     is_unscored: bool = False

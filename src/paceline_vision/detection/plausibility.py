@@ -1,8 +1,8 @@
-"""Plausibility of COCO's annotations: what is beyond its picture, too small, in another format, or twice."""
+"""Plausibility of annotations: what is beyond its picture, too small, in another format, or twice."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,18 @@ Entries = Sequence[Mapping[str, Any]]
 _TOLERANCE, _LEAST_SIDE = 1.0, 0.99  # pixels, since coordinates may be rounded
 _LEAST_SHARE = 0.3  # of a box and its outline's edges in the larger one; both may leave out hidden parts
 _EXPLAINED = 0.95  # share of the boxes that another format must explain
-_RULE = "pixels of the stored picture: left, top, width and height of a box, x and y of each point of an outline"
 
 
-def implausible(file: Path, entries: Entries, sides: Edges, outlines: Edges, *, masks: bool) -> list[str]:
+def implausible(
+    file: Path,
+    entries: Entries,
+    sides: Edges,
+    outlines: Edges,
+    *,
+    masks: bool,
+    place: Callable[[int], str],
+    rule: str,
+) -> list[str]:
     """Return a sentence for each kind of implausible annotation, with its count and the first one.
 
     Args:
@@ -30,6 +38,8 @@ def implausible(file: Path, entries: Entries, sides: Edges, outlines: Edges, *, 
         sides: Width and height of each one's picture, [N, 2].
         outlines: Edges of each one's polygons; NaN without polygons.
         masks: Whether outlines are read as masks, not only compared with boxes.
+        place: Returns where an annotation is, for messages.
+        rule: What the format's numbers are, as a sentence.
 
     Raises:
         DataError: If most boxes or most outlines are implausible.
@@ -40,42 +50,38 @@ def implausible(file: Path, entries: Entries, sides: Edges, outlines: Edges, *, 
         "corners (x1, y1, x2, y2)": stored,
         "centres with width and height": np.hstack([corner - size / 2, corner + size / 2]),
     }
-    told = _told("boxes", np.hstack([corner, corner + size]), others, entries, sides)
-    told += _told("outlines", outlines, {}, entries, sides) if masks else []
+    told = _told("boxes", np.hstack([corner, corner + size]), others, sides, place)
+    told += _told("outlines", outlines, {}, sides, place) if masks else []
     is_apart = _are_apart(np.hstack([corner, corner + size]), outlines)
     for mask, fault in (
         (is_apart, "not around their outlines"),
         (_are_copies(stored, entries), "copies of another box"),
     ):
-        told += [(_counted(mask, f"boxes are {fault}", entries), False)] if mask.any() else []
+        told += [(_counted(mask, f"boxes are {fault}", place), False)] if mask.any() else []
     if refused := [sentence for sentence, is_most in told if is_most]:
-        raise DataError(f"{file}: {'; '.join(refused)}. COCO's numbers are {_RULE}: convert or remove them.", path=file)
+        raise DataError(f"{file}: {'; '.join(refused)}. {rule}: convert or remove them.", path=file)
     return [f"{file.parent.name}/{file.name}: {sentence}" for sentence, _ in told]
 
 
 def _told(
-    what: str, edges: Edges, others: Mapping[str, Edges], entries: Entries, sides: Edges
+    what: str, edges: Edges, others: Mapping[str, Edges], sides: Edges, place: Callable[[int], str]
 ) -> list[tuple[str, bool]]:
     """Return a sentence for each kind of fault, and whether most annotations have a fault of any kind."""
     told = []
     faults = _faults(edges, sides)
     fits = {"fractions of the picture's sides": (edges <= 2).all(axis=1) & ~faults[2]}
     fits |= {name: ~_faults(each, sides).any(axis=0) for name, each in others.items()}
-    likely = next(
-        (f"; they look like {name}" for name, fit in fits.items() if fit.sum() > _EXPLAINED * len(entries)), ""
-    )
+    likely = next((f"; they look like {name}" for name, fit in fits.items() if fit.sum() > _EXPLAINED * len(edges)), "")
     kinds = ("reach beyond their picture", "are below a pixel", "have no width or no height")
     for fault, has_fault in zip(kinds, faults, strict=True):
         if has_fault.any():
-            sentence = _counted(has_fault, f"{what} {fault}", entries) + likely
-            told.append((sentence, 2 * int(faults.any(axis=0).sum()) > len(entries)))
+            sentence = _counted(has_fault, f"{what} {fault}", place) + likely
+            told.append((sentence, 2 * int(faults.any(axis=0).sum()) > len(edges)))
     return told
 
 
-def _counted(mask: NDArray[np.bool_], fault: str, entries: Entries) -> str:
-    first = int(mask.argmax())
-    number = f" (id {entries[first]['id']!r:.40})" if "id" in entries[first] else ""
-    return f"{int(mask.sum()):,} of {len(entries):,} {fault}, first annotations[{first}]{number}"
+def _counted(mask: NDArray[np.bool_], fault: str, place: Callable[[int], str]) -> str:
+    return f"{int(mask.sum()):,} of {len(mask):,} {fault}, first {place(int(mask.argmax()))}"
 
 
 def _are_apart(boxes: Edges, outlines: Edges) -> NDArray[np.bool_]:

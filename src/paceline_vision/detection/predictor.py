@@ -19,6 +19,7 @@ from paceline.prediction.predictor import NOT_FINITE, Answer, Box, Predictor
 from paceline_vision.detection.pipeline import as_floats, as_tensor
 
 _MIN_SCORE = 0.5
+_OPACITY = 110  # of 255
 # Bright colours, far apart on the colour circle; classes cycle through them.
 _COLOURS = ("#ff4b4b", "#3fd0ff", "#ffd23f", "#7dff6a", "#ff7bf0", "#ffa04b", "#8ea2ff", "#ffffff")
 
@@ -31,11 +32,13 @@ class Detections(Answer):
         boxes: Left, top, right and bottom edge of each, in pixels of the original picture.
         masks: Masks, float32 [N, 1, M, M] in [0, 1] on the CPU, if the network predicts them: the content of each box
             on an M x M grid.
+        size: Height and width of the original picture.
     """
 
     per_label = MappingProxyType({"boxes": ("left", "top", "right", "bottom")})
     boxes: tuple[Box, ...] = ()
     masks: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    size: tuple[int, int] = field(default=(0, 0), repr=False, compare=False)
 
     def _found(self) -> str:
         rows = zip(self.labels, self.probabilities, self.boxes, strict=True)
@@ -48,24 +51,38 @@ class Detections(Answer):
     def drawn(self, prepared: Pixels, classes: Sequence[str]) -> Image.Image:
         """Return the picture, uint8 [H, W, 3], with boxes and any masks."""
         picture = Image.fromarray(prepared)
-        colours = [_COLOURS[classes.index(label) % len(_COLOURS)] for label in self.labels]
-        for number, colour in enumerate(colours if self.masks is not None else ()):
-            mask = Image.fromarray(self._mask(number, (picture.height, picture.width)).numpy(), mode="L")
-            picture.paste(Image.new("RGB", picture.size, colour), mask=mask)
+        if (overlay := self.overlay(max(picture.size), classes)) is not None:
+            picture = Image.alpha_composite(picture.convert("RGBA"), overlay).convert("RGB")
         pen = ImageDraw.Draw(picture)
-        for colour, box, label in zip(colours, self.boxes, self.labels, strict=True):
+        for colour, box, label in zip(self._colours(classes), self.boxes, self.labels, strict=True):
             pen.rectangle(box, outline=colour)
             pen.text((box[0] + 2, box[1] + 1), label, fill=colour)
         return picture
 
-    def _mask(self, number: int, size: tuple[int, int]) -> torch.Tensor:
-        """Return the opacity of one object's pixels, uint8 [H, W]."""
+    def overlay(self, longest: int, classes: Sequence[str]) -> Image.Image | None:
+        """Return the masks in half-transparent colours; None without masks."""
+        if self.masks is None:
+            return None
+        shrink = min(1.0, longest / max(self.size))
+        height, width = (max(1, round(shrink * side)) for side in self.size)
+        picture = Image.new("RGBA", (width, height))
+        for number, colour in enumerate(self._colours(classes)):
+            mask = Image.fromarray(self._mask(number, (height, width), shrink).numpy(), mode="L")
+            picture.paste(Image.new("RGBA", picture.size, f"{colour}{_OPACITY:02x}"), mask=mask)
+        return picture
+
+    def _colours(self, classes: Sequence[str]) -> list[str]:
+        return [_COLOURS[classes.index(label) % len(_COLOURS)] for label in self.labels]
+
+    def _mask(self, number: int, size: tuple[int, int], shrink: float) -> torch.Tensor:
+        """Return one object's pixels in a picture of this size, uint8 [H, W], 0 or 255."""
         from torchvision.models.detection.roi_heads import paste_masks_in_image
 
         assert self.masks is not None
         index = slice(number, number + 1)
-        pasted: torch.Tensor = paste_masks_in_image(self.masks[index], torch.tensor(self.boxes[index]), size)
-        return (pasted[0, 0] >= _MIN_SCORE).to(torch.uint8) * 110
+        boxes = shrink * torch.tensor(self.boxes[index])
+        pasted: torch.Tensor = paste_masks_in_image(self.masks[index], boxes, size)
+        return (pasted[0, 0] >= _MIN_SCORE).to(torch.uint8) * 255
 
 
 class DetectionPredictor(Predictor):
@@ -138,6 +155,7 @@ class DetectionPredictor(Predictor):
             tuple(output["scores"].tolist()),
             boxes=tuple(boxes),
             masks=output.get("masks"),
+            size=(pixels.shape[0], pixels.shape[1]),
         )
 
     def _note(self, _: nn.Module, __: Any, scores: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ estimates), the metric (``average_precision.py``), and what finds objects with t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Batch
 from paceline.data.image.datasets import content_of_files
+from paceline.data.image.decode import BrokenImageError
 from paceline.data.pipeline import Pipeline, Placement, reading_threads
 from paceline.data.random_draws import derive_seed
 from paceline.data.slices import evenly_spaced
@@ -34,11 +36,11 @@ from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task
 from paceline_vision.detection.average_precision import AveragePrecision
-from paceline_vision.detection.dataset import BoxDataset, BoxSubset
+from paceline_vision.detection.dataset import BoxDataset, BoxSubset, read_fitting
 from paceline_vision.detection.fake_detections import FakeDetections, fake_detections
 from paceline_vision.detection.networks import build_detector, predicts_masks
-from paceline_vision.detection.pipeline import BoxPipeline, scaled_sizes
-from paceline_vision.drawing import draw_objects
+from paceline_vision.detection.pipeline import BoxPipeline, as_tensor, scaled_sizes
+from paceline_vision.drawing import device_of, draw_objects
 
 if TYPE_CHECKING:
     from paceline.prediction.predictor import Predictor
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
 _USED = (
     *("data.dataset", "data.path", "data.workers", "data.prefetch", "data.on_bad", "data.max_broken"),
-    "data.detection",
+    *("data.detection", "data.annotations", "data.validation_fraction"),
 )
 _UNUSED_IN_TRAINING = ("train.loss", "train.loss_options", "train.label_smoothing", "train.target_threshold")
 _NOT_COMPILED = "a batch is a list of pictures of many sizes, and each would need its own graph"
@@ -54,6 +56,7 @@ _NOT_SHARDED = (
     "does not work with task=detection: held-out pictures run one by one, not the same number in each process, and "
     "each pass would gather all processes' weights"
 )
+_FIGURES, _SHOWN_SCORE = 4, 0.5  # held-out pictures in the report, and the least score of what is drawn there
 _MASK = 0.5  # probability from which a pixel belongs to an object
 
 
@@ -131,6 +134,7 @@ class Detection(Task):
             reasons={
                 "data.workers": reason,
                 "data.detection.masks": "as the model's name says",
+                **({"data.validation": dataset.split} if dataset.split else {}),
                 **({"data.content_digest": content_told} if content_told else {}),
             },
             unused=self._unused(is_generated=is_generated),
@@ -211,14 +215,39 @@ class Detection(Task):
 
     def shown(self, batch: Batch) -> list[tuple[Tensor, str]]:
         """Return the pictures with boxes and masks drawn in, each with its class names."""
-        names, pictures = self.dataset.classes, []
-        for image, target in zip(batch.inputs, batch.targets, strict=True):
-            picture = (255 * image.cpu()).round().clamp(0, 255).to(torch.uint8)
-            objects = {name: each.cpu() for name, each in trainable_boxes(target).items()}
-            classes = [each - 1 for each in objects["labels"].tolist()]
-            picture = draw_objects(picture, classes, masks=objects.get("masks"), boxes=objects["boxes"])
-            pictures.append((picture, ", ".join(names[each] for each in sorted(set(classes)))))
+        return [
+            self._drawn(image, trainable_boxes(target))
+            for image, target in zip(batch.inputs, batch.targets, strict=True)
+        ]
+
+    def figures(self, model: Model) -> list[tuple[Tensor, str]]:
+        """Return a few held-out pictures with their objects, each followed by the detections of 50 % or more."""
+        source, pictures = self.dataset.validation, list[tuple[Tensor, str]]()
+        for sample in evenly_spaced(len(source), _FIGURES).tolist():
+            try:
+                image = as_tensor(read_fitting(source, sample)).float() / 255
+                objects = source.objects(sample, masks=self.has_masks).trainable(*image.shape[1:])
+            except BrokenImageError:  # which the evaluation has reported
+                continue
+            truth = {"boxes": torch.tensor(objects.boxes), "labels": torch.tensor(objects.labels) + 1}
+            if objects.masks is not None:
+                truth["masks"] = torch.tensor(objects.masks)
+            found = model([image.to(device_of(model))])[0]
+            found = {name: each[found["scores"] >= _SHOWN_SCORE].float() for name, each in found.items()}
+            if "masks" in found:
+                found["masks"] = found["masks"][:, 0] >= _MASK
+            name = os.path.basename(source.path(sample))
+            for what, each in (("labelled", truth), ("detected", found)):
+                picture, classes = self._drawn(image, each)
+                pictures.append((picture, f"{name}, {what}: {classes or 'nothing'}"))
         return pictures
+
+    def _drawn(self, image: Tensor, objects: dict[str, Tensor]) -> tuple[Tensor, str]:
+        picture = (255 * image.cpu()).round().clamp(0, 255).to(torch.uint8)
+        objects = {name: each.cpu() for name, each in objects.items()}
+        classes = [int(each) - 1 for each in objects["labels"].tolist()]
+        picture = draw_objects(picture, classes, masks=objects.get("masks"), boxes=objects["boxes"])
+        return picture, ", ".join(self.dataset.classes[each] for each in sorted(set(classes)))
 
     def collectors(self) -> tuple[Collector, ...]:
         """Return the collector of mean average precision."""
@@ -279,6 +308,8 @@ class Detection(Task):
         unused |= dict.fromkeys(_UNUSED_IN_TRAINING, "a detector has its own losses")
         unused["evaluate.top_k"] = "detection has no top-k accuracy"
         unused["model.compile"] = _NOT_COMPILED
+        if not self.dataset.is_split_off:
+            unused["data.validation_fraction"] = "the data set has its own held-out pictures"
         if self.recipe.data.detection.short_sides is None:
             unused["data.detection.long_side"] = "pictures keep their size (data.detection.short_sides=off)"
         if is_generated:

@@ -44,6 +44,7 @@ class MaskDataset:
         split: Origin of the held-out images, for people.
         is_split_off: Whether they were split off the training images.
         left_out: Unused data, one sentence per kind.
+        implausible: A sentence for each kind of implausible mask.
     """
 
     name: str
@@ -57,6 +58,7 @@ class MaskDataset:
     split: str = ""
     is_split_off: bool = False
     left_out: tuple[str, ...] = ()
+    implausible: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,5 +97,8 @@ def from_objects(boxes: BoxDataset) -> MaskDataset:
         classes=("background", *boxes.classes),
         digest=boxes.digest,
         files=boxes.files,
+        split=boxes.split,
+        is_split_off=boxes.is_split_off,
         left_out=boxes.left_out,
+        implausible=boxes.implausible,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,6 +23,7 @@ from paceline_vision.segmentation.dataset import IGNORED, LabelMap
 from paceline_vision.segmentation.networks import LogitsOnly
 from paceline_vision.segmentation.pipeline import fill_of, fitted, fitted_size
 
+_OPACITY, _LINE = 140, 12  # of 255; pixels from one name to the next
 _TURN = 0.618034  # step on the colour circle between classes, so that neighbours differ
 
 
@@ -37,13 +38,45 @@ class Segments(Answer):
     measure = "share"
     classes: LabelMap | None = field(default=None, repr=False, compare=False)
 
+    def _found(self) -> str:
+        pairs = zip(self.labels, self.probabilities, strict=True)
+        shares = (f"{f'class {label}' if label.isdigit() else label}: {100 * share:.1f} %" for label, share in pairs)
+        return f"{', '.join(shares)} of the pixels"
+
     def drawn(self, prepared: Pixels, classes: Sequence[str]) -> Image.Image:
+        """Return the image under the predicted classes, the first one transparent, with their names."""
+        image = Image.fromarray(prepared).convert("RGBA")
+        overlay = self.overlay(max(image.size), classes)
+        assert overlay is not None
+        image = Image.alpha_composite(image, overlay.convert("RGBA")).convert("RGB")
+        pen, colours = ImageDraw.Draw(image), _palette(len(classes))
+        for row, label in enumerate(each for each in self.labels if each != classes[0]):
+            pen.text(
+                (2, 1 + _LINE * row), label, fill=colours[classes.index(label)], stroke_width=1, stroke_fill="black"
+            )
+        return image
+
+    def label_map(self, classes: Sequence[str]) -> Image.Image:
         """Return the label map in the format of data.dataset=masks: class indices with a colour palette."""
         assert self.classes is not None
-        colours = (colorsys.hsv_to_rgb(_TURN * each % 1, 0.75, 0.95) for each in range(1, len(classes)))
         image = Image.fromarray(self.classes, mode="P")
-        image.putpalette([0, 0, 0, *(round(255 * each) for each in itertools.chain.from_iterable(colours))])
+        image.putpalette(list(itertools.chain.from_iterable(_palette(len(classes)))))
         return image
+
+    def overlay(self, longest: int, classes: Sequence[str]) -> Image.Image | None:
+        """Return the classes in half-transparent colours, the first one transparent; None without a prediction."""
+        if self.classes is None:
+            return None
+        image = self.label_map(classes)
+        image.thumbnail((longest, longest), Image.Resampling.NEAREST)
+        image.info["transparency"] = bytes([0, *[_OPACITY] * (len(classes) - 1)])
+        return image
+
+
+def _palette(classes: int) -> list[tuple[int, int, int]]:
+    """Return a colour for each class, far from its neighbours'; black for the first."""
+    colours = (colorsys.hsv_to_rgb(_TURN * each % 1, 0.75, 0.95) for each in range(1, classes))
+    return [(0, 0, 0), *((round(255 * r), round(255 * g), round(255 * b)) for r, g, b in colours)]
 
 
 class SegmentationPredictor(Predictor):

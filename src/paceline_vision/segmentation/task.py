@@ -7,6 +7,7 @@ weights (``predictor.py``).
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Batch, Normalize, Placement
 from paceline.data.image.datasets import MOST_IMAGES, content_of_files
+from paceline.data.image.decode import BrokenImageError
 from paceline.data.pipeline import Pipeline, reading_threads
+from paceline.data.slices import evenly_spaced
 from paceline.errors import ModelError, RecipeError, setting_error
 from paceline.host.world import World
 from paceline.metrics.accumulator import Collector, Metric
@@ -30,7 +33,7 @@ from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task
 from paceline_vision.detection.dataset import BoxDataset
-from paceline_vision.drawing import draw_objects
+from paceline_vision.drawing import device_of, draw_objects
 from paceline_vision.segmentation.dataset import IGNORED, IMAGENET_MEAN, MaskDataset, from_objects
 from paceline_vision.segmentation.metrics import PixelConfusion, pixel_metrics
 from paceline_vision.segmentation.networks import build_segmenter, pixel_logits
@@ -45,12 +48,13 @@ LOSSES = ("cross_entropy", "cross_entropy_dice")
 _USED = (
     *("data.dataset", "data.path", "data.workers", "data.prefetch", "data.on_bad", "data.max_broken"),
     *("data.image_size", "data.evaluation_size", "data.interpolation", "data.mean", "data.std"),
-    *("data.validation_fraction", "data.detection.generated"),
+    *("data.annotations", "data.mask_values", "data.validation_fraction", "data.detection.generated"),
     *(f"data.augment.{key}" for key in ("crop", "scale", "ratio", "flip", "alternate_flip")),
 )
 _AUXILIARY = 0.4  # weight of the auxiliary output, as in torchvision's training script
 _SMOOTHING = 1.0  # pixels added in the Dice coefficient
 _USUAL_SIZE = 256
+_FIGURES = 4  # held-out images in the report
 
 
 class Segmentation(Task):
@@ -225,9 +229,33 @@ class Segmentation(Task):
 
     def shown(self, batch: Batch) -> list[tuple[Tensor, str]]:
         """Return the first three channels under masks, the first class transparent, each with its class names."""
+        return self._drawn(batch.inputs.cpu(), batch.targets.cpu())
+
+    def figures(self, model: Model) -> list[tuple[Tensor, str]]:
+        """Return a few held-out images under their masks, each followed by the predicted ones."""
+        (mean, std), source = self.scale, self.dataset.validation
+        view = MaskView(
+            size=self.sizes[1], augment=None, seed=0, mean=mean, interpolation=self.recipe.data.interpolation
+        )
+        normalize, pictures = Normalize(mean, std, Placement(device=device_of(model))), list[tuple[Tensor, str]]()
+        for sample in evenly_spaced(len(source), _FIGURES).tolist():
+            try:
+                pixels, labels = view(*source.read(sample), None)
+            except BrokenImageError:  # which the evaluation has reported
+                continue
+            inputs = normalize(pixels[None])
+            predicted = pixel_logits(model(inputs)).argmax(dim=1).cpu()
+            predicted[labels[None] == IGNORED] = IGNORED
+            name = os.path.basename(source.path(sample))
+            for what, targets in (("labelled", labels[None]), ("predicted", predicted)):
+                [(picture, classes)] = self._drawn(inputs.cpu(), targets)
+                pictures.append((picture, f"{name}, {what}: {classes}"))
+        return pictures
+
+    def _drawn(self, inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, str]]:
         mean, std = (torch.tensor(each)[:, None, None] for each in self.scale)
         names, pictures = self.dataset.classes, []
-        for image, labels in zip(batch.inputs.cpu(), batch.targets.cpu(), strict=True):
+        for image, labels in zip(inputs, targets, strict=True):
             picture = (255 * (image * std + mean)).round().clamp(0, 255).to(torch.uint8)[:3]
             labels_present = [int(each) for each in labels.unique() if each != IGNORED]
             coloured = [each for each in labels_present if each]

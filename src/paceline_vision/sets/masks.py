@@ -1,6 +1,7 @@
 """A folder of images and label maps: PATH/{train,val}/images/NAME.jpg and PATH/{train,val}/masks/NAME.png.
 
-A mask is a palette or 8-bit grey PNG whose values are class indices; 255 is ignored. All masks are read once when the
+A mask is a palette, 8-bit grey or black-and-white PNG whose values are class indices, or listed in `data.mask_values`;
+255 is otherwise ignored. All masks are read once when the
 folder is opened; their values are cached until a mask changes.
 """
 
@@ -28,19 +29,20 @@ from paceline.data.splits import SPLIT_NAMES, TEST, TRAIN, split_folders
 from paceline.errors import DataError, data_error, did_you_mean
 from paceline.parsing.files import SkippedItems, has_extension, is_folder, list_files, visible_entries
 from paceline.parsing.plain_text import one_form
-from paceline.plugins.dataset_registry import dataset
+from paceline.plugins.dataset_registry import Place, dataset
 from paceline.recipe.data import Data
-from paceline_vision.inspection import pictures_with_label_maps
+from paceline_vision.detection.annotations import existing_folder
+from paceline_vision.inspection import WITH_LABEL_MAPS
 from paceline_vision.segmentation.dataset import IGNORED, LabelMap, MaskDataset
-from paceline_vision.sets.coco import existing_folder
 
 _INDICES = ("L", "P", "P;1", "P;2", "P;4")  # Pillow's pixel modes that keep the stored values
+_BLACK_AND_WHITE = "1"  # read as 0 and 255
+_UNLISTED = 254
 _READERS = 8
 _SHOWN = 5  # maximum number of faults in a message
 _FORMAT = "a mask must be a palette or 8-bit grey PNG whose values are class indices"
 # Common names of the other pixel types of a PNG, by Pillow's modes.
 _PIXELS = {
-    "1": "black or white",
     "L": "grey of 2 or 4 bits",
     "LA": "grey and transparency",
     "RGB": "colours (RGB)",
@@ -58,19 +60,22 @@ class FolderSource:
         images: Paths of the images.
         masks: Paths of their masks.
         classes: Number of classes.
+        values: ``data.mask_values``.
     """
 
     images: tuple[str, ...]
     masks: tuple[str, ...]
     classes: int
+    values: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.images)
 
     def read(self, sample: int) -> tuple[Image, LabelMap]:
         """Decode image and mask, the image rotated by EXIF; raises BrokenImageError."""
-        image, labels = decode(self.images[sample], 3), read_mask(self.masks[sample])
+        image, stored = decode(self.images[sample], 3), read_mask(self.masks[sample])
         # The files may have changed since the check.
+        labels = _classes_of(self.values)[stored]
         highest = int(labels[labels != IGNORED].max(initial=0))
         if fault := _fault(self.images[sample], image.shape[:2], labels.shape, highest, self.classes):
             raise BrokenImageError(self.masks[sample], fault)
@@ -83,20 +88,32 @@ class FolderSource:
     def chosen(self, samples: Sequence[int]) -> FolderSource:
         """Return a source of some of the images."""
         images, masks = (tuple(each[sample] for sample in samples) for each in (self.images, self.masks))
-        return FolderSource(images, masks, self.classes)
+        return FolderSource(images, masks, self.classes, self.values)
+
+
+def _classes_of(values: tuple[int, ...] | None) -> LabelMap:
+    """Return the class of each value of a mask, uint8 [256]; 254, which no class has, of values that are not listed."""
+    if values is None:
+        return np.arange(256, dtype=np.uint8)
+    classes = np.full(256, _UNLISTED, dtype=np.uint8)
+    classes[IGNORED] = IGNORED
+    classes[list(values)] = np.arange(len(values))
+    return classes
 
 
 def read_mask(path: str) -> LabelMap:
-    """Decode a mask to class indices.
+    """Decode a mask to its stored values.
 
     Raises:
-        BrokenImageError: If it cannot be read, or its values are not class indices.
+        BrokenImageError: If it cannot be read, or has more than one value per pixel.
     """
     content = read_file(path)
     try:
         with Pillow.open(io.BytesIO(content), formats=("PNG",)) as mask:
             if mask.width * mask.height > LARGEST_PIXELS:
                 raise BrokenImageError(path, f"{mask.width}x{mask.height} pixels; at most {LARGEST_PIXELS:,} are read")
+            if mask.tile[0][3] == _BLACK_AND_WHITE:
+                return np.asarray(mask.convert("L"))
             if mask.tile[0][3] not in _INDICES:
                 raise BrokenImageError(path, f"its pixels are {_PIXELS.get(mask.mode, mask.mode)}, but {_FORMAT}")
             return np.asarray(mask)
@@ -119,7 +136,19 @@ def _split_folders(root: Path, *, score_all: bool) -> list[Path]:
     return folders[:1]
 
 
-@dataset("masks", kind="masks", keys=("path", "validation_fraction"), pictures=pictures_with_label_maps)
+def _has_masks(place: Place) -> bool:
+    """Whether a folder, or a split in it, has the folders images and masks."""
+    folders = [place.path / each for each in ("", *split_folders(place.path).values())] if place.is_folder else []
+    return any((each / "images").is_dir() and (each / "masks").is_dir() for each in folders)
+
+
+@dataset(
+    "masks",
+    kind="masks",
+    sniff=_has_masks,
+    keys=("path", "mask_values", "validation_fraction"),
+    pictures=WITH_LABEL_MAPS,
+)
 def open_masks(data: Data) -> MaskDataset:
     """Open the folder given in a recipe's `data` section.
 
@@ -131,10 +160,11 @@ def open_masks(data: Data) -> MaskDataset:
     found = [_paired(folder, left_out) for folder in (folders or [root])]
     _report_unread(root, folders, left_out)
     images, masks = (tuple(path for pairs in found for path in pairs[side]) for side in (0, 1))
-    present, sizes, unreadable = _contents(masks)
+    stored, sizes, unreadable = _contents(masks)
+    present = _classes_held(stored, data.mask_values, unreadable)
     classes_held = present[:, :IGNORED]
     highest = np.where(classes_held.any(axis=1), IGNORED - 1 - classes_held[:, ::-1].argmax(axis=1), 0)
-    names = _class_names(root, highest)
+    names = _class_names(root, highest, data.mask_values)
     faults = {}
     for at, image in enumerate(images):
         shape = (int(sizes[at, 0]), int(sizes[at, 1]))
@@ -145,7 +175,7 @@ def open_masks(data: Data) -> MaskDataset:
         fault_text = "; ".join(list(faults.values())[:_SHOWN])
         more = f"{len(faults):,} masks do not fit, first {_SHOWN}: " if len(faults) > _SHOWN else ""
         raise DataError(f"{more}{fault_text}. Correct or remove them, or leave them out with data.on_bad=skip.")
-    source = FolderSource(images, masks, len(names))
+    source = FolderSource(images, masks, len(names), data.mask_values)
     count = len(found[0][0])
     kept = [[at for at in part if at not in faults] for part in (range(count), range(count, len(images)))]
     if len(folders) > 1:
@@ -160,13 +190,9 @@ def open_masks(data: Data) -> MaskDataset:
         raise data_error(root, "has no image with a mask to train on: put NAME.png into masks/ for each image.")
     missing = [name for number, name in enumerate(names) if not present[kept[0], number].any()]
     if len(names) - len(missing) < 2:
-        why = f", and {IGNORED}, which means 'ignored': store each pixel's class index, from 0"
-        raise DataError(
-            f"the training masks of {str(root)!r} hold fewer than two classes{why * bool(present[:, IGNORED].any())}.",
-            path=root,
-        )
+        raise _too_few_classes(root, is_ignored=bool(present[:, IGNORED].any()) and data.mask_values is None)
     empty = f"{len(missing)} of {len(names)} classes have no pixel in any training mask: {', '.join(missing[:_SHOWN])}"
-    digest = hashlib.sha256(repr(names).encode())
+    digest = hashlib.sha256(repr(names if data.mask_values is None else (names, data.mask_values)).encode())
     for at in sorted(at for part in kept for at in part):
         for path in (images[at], masks[at]):
             digest.update(os.fsencode(f"{os.path.relpath(path, root)}\0{os.stat(path).st_size}\n"))
@@ -179,6 +205,7 @@ def open_masks(data: Data) -> MaskDataset:
         files=tuple(path for part in kept for at in part for path in (images[at], masks[at])),
         split=split,
         is_split_off=len(folders) < 2,
+        implausible=_implausible(root, masks, present, names, [at for part in kept for at in part]),
         left_out=(*left_out.summaries(), *([empty] if missing else [])),
     )
 
@@ -243,6 +270,45 @@ def _contents(masks: Sequence[str]) -> tuple[np.ndarray, np.ndarray, dict[int, s
     return present, sizes, reasons
 
 
+def _implausible(
+    root: Path, masks: Sequence[str], present: np.ndarray, names: Sequence[str], used: Sequence[int]
+) -> tuple[str, ...]:
+    """Return a sentence for each kind of mask that holds next to nothing, with the first one."""
+    at = np.unique(np.array(used, dtype=np.int64))
+    others = present[at, 1:IGNORED].any(axis=1)
+    kinds = {
+        f"hold the first class alone, {names[0]!r}": present[at, 0] & ~others,
+        f"hold {IGNORED} alone, so that no pixel counts": ~present[at, :IGNORED].any(axis=1),
+    }
+    return tuple(
+        f"{int(which.sum()):,} of {len(at):,} masks {kind}, first {os.path.relpath(masks[at[which.argmax()]], root)!r}"
+        for kind, which in kinds.items()
+        if which.any()
+    )
+
+
+def _too_few_classes(root: Path, *, is_ignored: bool) -> DataError:
+    """Return the error for training masks of one class, and maybe of pixels with the value for ignored ones."""
+    why = f", and {IGNORED}, which means 'ignored': data.mask_values=[0, {IGNORED}] makes {IGNORED} a class"
+    return DataError(
+        f"the training masks of {str(root)!r} hold fewer than two classes{why * is_ignored}.",
+        key="data.mask_values" if is_ignored else None,
+        value=(0, IGNORED) if is_ignored else None,
+        path=root,
+    )
+
+
+def _classes_held(stored: np.ndarray, values: tuple[int, ...] | None, unreadable: dict[int, str]) -> np.ndarray:
+    """Return which classes masks hold, bool [N, 256], by their stored values; masks with unlisted ones are invalid."""
+    present = np.zeros_like(stored)
+    for value, number in enumerate(_classes_of(values)):
+        present[:, number] |= stored[:, value]
+    for at in () if values is None else np.flatnonzero(present[:, _UNLISTED]).tolist():
+        unlisted = set(np.flatnonzero(stored[at]).tolist()) - {*(values or ()), IGNORED}
+        unreadable[at] = f"it has the value {min(unlisted)}, which data.mask_values does not list"
+    return present
+
+
 def _fault(image: str, size: tuple[int, ...] | None, mask: tuple[int, ...], highest: int, classes: int) -> str | None:
     """Explain why a mask does not match its image or the classes; None if it does."""
     if size is None:
@@ -256,11 +322,12 @@ def _fault(image: str, size: tuple[int, ...] | None, mask: tuple[int, ...], high
     return None
 
 
-def _class_names(root: Path, highest: np.ndarray) -> tuple[str, ...]:
+def _class_names(root: Path, highest: np.ndarray, values: tuple[int, ...] | None) -> tuple[str, ...]:
     """Return the lines of classes.txt; without it, class numbers up to the highest one in the masks."""
     file = root / "classes.txt"
     if not file.exists():
-        return tuple(str(number) for number in range(int(highest.max(initial=0)) + 1))
+        count = int(highest.max(initial=0)) + 1 if values is None else len(values)
+        return tuple(str(number) for number in range(count))
     try:
         names = tuple(file.read_text(encoding="utf-8-sig").rstrip().splitlines())
     except (OSError, ValueError) as error:

@@ -20,6 +20,7 @@ from paceline.tasks.task import build_task
 from paceline_data.check_data import CheckData
 from paceline_data.inspect.label_noise import estimate_noise, folds_of
 from paceline_data.inspect.wrong_labels import WrongLabels, _without, find_wrong_labels
+from paceline_data.reviewing.find import MISTAKE, WRONG_LABEL, find_doubts, in_a_child
 
 CLASSES = ("across", "down", "plain")
 
@@ -131,6 +132,23 @@ def flat(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
 def run(photos: tuple[Path, set[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on the pictures."""
     return trained(tmp_path_factory.mktemp("stripes") / "run", {"path": str(photos[0])})
+
+
+def test_a_review_shows_wrong_labels_and_mistakes(run: Path, photos: tuple[Path, set[str]]) -> None:
+    found = in_a_child(lambda: find_doubts(str(run), (), folds=None, folder=None, progress=_silent, log=_silent))
+    assert found.root == photos[0]
+    labels = find_wrong_labels(run)
+    by_kind = {kind: [each for each in found.doubts if each.kind == kind] for kind in (WRONG_LABEL, MISTAKE)}
+    for kind, expected in ((WRONG_LABEL, labels.found), (MISTAKE, labels.mistakes)):
+        assert [str(found.root / each.file) for each in by_kind[kind]] == [each.sample for each in expected]
+        assert [each.suggested for each in by_kind[kind]] == [each.suggested for each in expected]
+    reported = {each["name"] for each in paceline.training.TrainResult.of(run).mistakes(every=True)}
+    answered = {each.sample for each in labels.mistakes}
+    assert answered <= reported <= answered | {each.sample for each in labels.found}
+
+
+def _silent(*_: object) -> None:
+    pass
 
 
 def test_moved_pictures_are_found_in_folds_and_shown(run: Path, photos: tuple[Path, set[str]], tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from PIL import Image
 
 from paceline.prediction.predictor import Answer
 from paceline.tasks.labelling import Prediction
 from paceline_vision.detection.predictor import Detections
+from paceline_vision.segmentation.predictor import Segments
 
 _WHY = "not installed: pip install 'paceline[serve]'"
 for _library in ("fastapi", "prometheus_client", "python_multipart"):
@@ -124,3 +128,14 @@ def test_the_page_asks_for_all_objects_of_a_detector() -> None:
     assert "<p hidden><label>Labels per image" not in app.page(service, "large")
     predictor.kind = Detections
     assert "<p hidden><label>Labels per image" in app.page(service, "large")
+
+
+def test_predicted_pixels_are_laid_over_the_image() -> None:
+    predictor = LargePictures()
+    predictor.kind = Segments
+    answer = Segments(Path(), ("thing",), (0.25,), classes=np.tri(3000, 2000, dtype=np.uint8))
+    shown = app._shown("a.jpg", answer, 1, predictor)
+    assert shown.overlay is not None
+    overlay = Image.open(io.BytesIO(base64.b64decode(shown.overlay.partition(",")[2])))
+    assert (max(overlay.size), shown.boxes, shown.probabilities) == (1024, None, [0.25])
+    assert app._shown("a.jpg", Prediction(Path(), ("thing",), (1.0,)), 1, predictor).overlay is None

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.learning.losses import LossWatcher, described, merged
+from paceline.learning.losses import LossWatcher, described, merged, note_own
 
 DRAWN = torch.Generator().manual_seed(0)
 LOGITS, LABELS = torch.randn(60, 4, generator=DRAWN), torch.randint(0, 4, (60,), generator=DRAWN)
@@ -56,6 +56,40 @@ def test_classes_of_places_with_some_left_out() -> None:
     assert (found["labels"], found["groups"]) == (45, 15)
     assert found["accuracy"] == pytest.approx(float((logits.argmax(1) == labels)[kept].double().mean()), rel=1e-5)
     assert found["loss"] == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
+
+
+def test_class_weights_count_as_in_the_loss() -> None:
+    weight = torch.tensor([4.0, 1.0, 1.0, 0.5])
+    found = watched(lambda rows: F.cross_entropy(LOGITS[rows], LABELS[rows], weight), 3)["cross_entropy"]
+    each = weight[LABELS].double()
+    right = (LOGITS.argmax(1) == LABELS).double()
+    assert found["accuracy"] == pytest.approx(float((each * right).sum() / each.sum()), rel=1e-5)
+    assert found["majority"] == pytest.approx(float((LABELS.bincount() * weight).max() / each.sum()), rel=1e-5)
+    assert found["loss"] == pytest.approx(float(F.cross_entropy(LOGITS, LABELS, weight)), rel=1e-5)
+
+
+def test_the_loss_of_each_sample_after_the_mean_counts_once() -> None:
+    watcher = LossWatcher()
+    with watcher:
+        F.cross_entropy(LOGITS, LABELS)
+        F.cross_entropy(LOGITS, LABELS, reduction="none")
+    assert described(watcher.drain())["cross_entropy"]["groups"] == 60
+
+
+def test_an_own_loss_is_compared_by_its_answers() -> None:
+    def own(answer: Tensor, target: Tensor) -> Any:
+        watcher = LossWatcher()
+        with watcher:
+            note_own(answer, target)
+        return described(watcher.drain())
+
+    note_own(LOGITS, LABELS)  # without a watcher, nothing happens
+    found = own(LOGITS, LABELS)["own_classes"]
+    assert found["accuracy"] == pytest.approx(float((LOGITS.argmax(1) == LABELS).double().mean()), rel=1e-5)
+    assert found["loss"] is None
+    assert own(-2 * NUMBERS, NUMBERS)["own_numbers"]["correlation"] == pytest.approx(1)
+    assert not own(torch.cat((LOGITS, LOGITS), dim=1), LABELS)["own_classes"]  # eight numbers for four classes
+    assert own(LOGITS[:, :1], LABELS) == {}
 
 
 def test_numbers_by_column() -> None:
