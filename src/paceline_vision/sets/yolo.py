@@ -151,7 +151,7 @@ def open_yolo(data: Data) -> BoxDataset:
         if (highest := max(numbers, default=-1)) >= _MOST_UNNAMED:
             raise data_error(
                 root,
-                f"has labels of the class {highest}, and no file of class names: add classes.txt, or correct the label.",
+                f"has labels of the class {highest}, and no file of class names: add classes.txt, or correct them.",
             )
         names = [str(number) for number in range(highest + 1)]
     collector = Collector(root, root, _RULE, names)
