@@ -281,9 +281,9 @@ def annotation_file(data: Data) -> tuple[Path, Path]:
     return root, file
 
 
-def is_coordinate(value: object) -> bool:
+def is_coordinate(value: Any) -> bool:
     """Whether a value is a number that is neither NaN nor too large for any picture."""
-    return type(value) in (int, float) and abs(value) <= _MOST  # type: ignore[arg-type]  # it is a number
+    return type(value) in (int, float) and bool(abs(value) <= _MOST)
 
 
 def begins_with(file: Path, first: bytes, *names: bytes) -> bool:
