@@ -88,7 +88,7 @@ def train(
         display=None if quiet else choose_display(sys.stdout),
         task=task,
         callbacks=Callbacks(callbacks or ()),
-        report=_write_report,
+        report=report_at_the_end,
     )
     with trusting_code():  # training a recipe runs the code it names
         if recipe is not None and is_data(recipe):
@@ -133,12 +133,6 @@ def _check_arguments(*, processes: Any, run_dir: Any, resume: Any, callbacks: An
     for key, value, is_right, rule in wrong:
         if not is_right:
             raise RecipeError(f"{key} is {value!r}; give {rule}.", key=key, value=value, rule=rule)
-
-
-def _write_report(directory: RunDirectory) -> None:
-    # Imported only if a run writes one, and its charts with it.
-
-    report_at_the_end(directory)
 
 
 def _train_in_processes(loaded: LoadedRecipe, options: Options, processes: int, *, quiet: bool) -> TrainResult:

@@ -192,9 +192,8 @@ def _lines(report: DataReport | None, labels: WrongLabels | None) -> Iterator[st
 
     if report is not None:
         yield from _of_images(report)
-    root = None if report is None else report.root
     if labels is not None:
-        yield from _of_labels(labels, root)
+        yield from _of_labels(labels, report)
     elif report is not None and report.learned == "classes":
         yield "labels    wrong ones are not looked for without a run: train, then `paceline check-data RUN`"
     if report is not None and report.quarantine is not None:
@@ -246,15 +245,16 @@ def _of_images(report: DataReport) -> Iterator[str | Text]:
         yield from _cost(report)
 
 
-def _of_labels(labels: WrongLabels, root: str | None) -> Iterator[str | Text]:
+def _of_labels(labels: WrongLabels, report: DataReport | None) -> Iterator[str | Text]:
     """Report likely wrong labels, and which were checked."""
     from rich.text import Text
 
+    root = None if report is None else report.root
     if labels.found:
         heading = f"[{_COLOURS['notice']}]notice[/]  [bold]{counted(len(labels.found), 'likely wrong label')}[/]"
-        yield Text.from_markup(heading).append(
-            ": the network contradicts them; look at them with `paceline review` (or --output DIR)"
-        )
+        has_folders = report is not None and report.dataset == "image_folder"
+        how = "`paceline review` (or --output DIR)" if has_folders else "--output DIR"
+        yield Text.from_markup(heading).append(f": the network contradicts them; look at them with {how}")
         for each in labels.found[:_NAMED]:
             where = f"{each.split} {each.id}, {_relative(each.sample, root)}"
             yield f"        {where}: {_change(each)}"

@@ -115,7 +115,7 @@ class Review:
 
         found = in_a_child(find)
         with ReviewServer(found, plan, self.port, on_applied) as server, _until_stopped():
-            apply = f"{program()} review {shlex.quote(self.source)} --apply {shlex.quote(str(plan.path))}"
+            apply = f"{program()} review {self._typed} --apply {shlex.quote(str(plan.path))}"
             lines = [*found.notes, f"{counted(len(found.doubts), 'doubt')} in {found.root}, at {server.url}"]
             lines += ["(Ctrl-C stops it; nothing is moved before you apply the plan)", f"Apply: {apply}"]
             _print({"url": server.url, "plan": str(plan.path), "doubts": len(found.doubts)}, lines, as_json=as_json)
@@ -127,12 +127,16 @@ class Review:
     def _is_run(self) -> bool:
         return (Path(self.source).expanduser() / "plan.json").is_file()
 
+    @property
+    def _typed(self) -> str:
+        """The data as typed: an override may name another folder."""
+        return shlex.join((self.source, *self.overrides))
+
     def _after(self, applied: Applied) -> list[str]:
         """Return what was done, and what to do next."""
         earlier = f", and {applied.earlier:,} before it was interrupted" * bool(applied.earlier)
-        source = shlex.quote(self.source)
-        run = free_name(Path(self.source)) if self._is_run else None
-        train = f"{source} --run-dir {shlex.quote(str(run))}" if run else source
+        run = free_name(Path(self.source).expanduser()) if self._is_run else None
+        train = f"{self._typed} --run-dir {shlex.quote(str(run))}" if run else self._typed
         return [
             f"moved {counted(len(applied.moved), 'file')}{earlier}; the plan is now {one_line(str(applied.plan))}",
             f"Undo: {one_line(_undo(applied))}",

@@ -29,6 +29,11 @@ def test_a_plan_is_applied_without_the_page(paceline_here: Call, plan: Plan) -> 
     paceline_here("review", "my photos", "--apply", plan.path).refused("does not exist, so there is nothing to apply")
 
 
+def test_what_comes_next_has_the_same_data(paceline_here: Call, plan: Plan) -> None:
+    done = paceline_here("review", "my photos", "data.channels=1", "--apply", plan.path).ended(0)
+    assert done.out.splitlines()[-1] == "Next: paceline train 'my photos' data.channels=1"
+
+
 def test_what_was_moved_is_one_document(paceline_here: Call, plan: Plan) -> None:
     done = paceline_here("review", "my photos", "--apply", plan.path, "--json").ended(0)
     assert [[Path(name).parent.name for name in each] for each in done.document["moved"]] == [["cat", "dog"]]

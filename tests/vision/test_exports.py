@@ -171,7 +171,15 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "yolo nan": (
         "yolo",
         lambda root: (root / "labels/picture_02.txt").write_text("0 nan 0.5 0.1 0.1\n"),
-        r"line 1 has \[nan, .*\], which must be finite numbers",
+        r"line 1 has \[nan, .*\], which must be numbers of at most",
+    ),
+    "yolo many classes": (
+        "yolo",
+        lambda root: (
+            (root / "classes.txt").unlink(),
+            (root / "labels/picture_02.txt").write_text("10000 .5 .5 .1 .1\n"),
+        ),
+        "labels of the class 10000, and no file of class names",
     ),
     "yolo negative": (
         "yolo",
@@ -223,6 +231,24 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda root: _replaced(root / "picture_02.json", '"points": [[', '"points": [["x", '),
         r"picture_02\.json shapes\[0\] must have a label, and points",
     ),
+    "labelme circle": (
+        "labelme",
+        lambda root: (root / "picture_02.json").write_text(
+            '{"imagePath": "picture_02.png", "shapes": [{"label": "bolt", "shape_type": "circle", '
+            '"points": [[1e200, 0], [0, 0]]}]}'
+        ),
+        r"picture_02\.json shapes\[0\] has \[1e\+200, 0, 0, 0\], which must be numbers of at most",
+    ),
+    "label studio address": (
+        "label_studio",
+        lambda root: _replaced(_label_studio_file(root), "/data/upload/7/00000002-", "http://[00000002-"),
+        r"\[2\] \(id 12\) names no picture",
+    ),
+    "label studio huge number": (
+        "label_studio",
+        lambda root: _replaced(_label_studio_file(root), '"x": 6.25', f'"x": 1{400 * "0"}'),
+        "whose x, y, width and height must be numbers",
+    ),
     "label studio json": (
         "label_studio",
         lambda root: _label_studio_file(root).write_text('[{"annotations": '),
@@ -254,6 +280,13 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
             root / "annotations.xml", "<annotations>", '<!DOCTYPE a [<!ENTITY b "c">]><annotations>'
         ),
         "declares entities",
+    ),
+    "cvat hidden entities": (
+        "cvat",
+        lambda root: (root / "annotations.xml").write_bytes(
+            '<!DOCTYPE a [<!ENTITY b "c">]><annotations/>'.encode("utf-16")
+        ),
+        "cannot be read as CVAT's annotations",
     ),
     "cvat video": (
         "cvat",
@@ -371,6 +404,7 @@ def test_an_unlabelled_folder_is_no_export(tmp_path: Path) -> None:
         write_picture(tmp_path / f"class_{number % 2}" / f"{number}.png", number)
     (tmp_path / "package.json").write_text('{"version": "1.0", "images": 3}')
     (tmp_path / "notes.txt").write_text("hello")
+    os.mkfifo(tmp_path / "pipe.json")  # which would block a reader for ever
     assert not [each.name for each in entries() if each.pictures is not None and each.reads(Place(tmp_path))]
 
 

@@ -81,6 +81,21 @@ Pending = list[tuple[str, int, float, dict[str, Tensor]]]
 """Name of the function, width, label smoothing and sums of each call."""
 
 
+class Hook:
+    """A module's hook that does nothing in a copy of the module, or in one that is pickled."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *values: Any) -> None:
+        """Make the call."""
+        self._call(*values)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return a function of the standard library that takes anything and does nothing."""
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
 class LossWatcher(TorchFunctionMode):
     """Keeps sums of what loss functions are given while it is active; the calls run unchanged."""
 
@@ -161,7 +176,10 @@ class LossWatcher(TorchFunctionMode):
             if paused and paused.pop():
                 self.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
 
-        hooks = network.register_forward_pre_hook(pause), network.register_forward_hook(resume, always_call=True)
+        hooks = (
+            network.register_forward_pre_hook(Hook(pause)),
+            network.register_forward_hook(Hook(resume), always_call=True),
+        )
         try:
             with self:
                 yield

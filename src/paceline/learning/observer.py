@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from paceline.learning.losses import LossWatcher, described, sums_of
+from paceline.learning.losses import Hook, LossWatcher, described, sums_of
 
 _MOST_BLOCKS = 24
 _SAMPLED = 256
@@ -167,13 +167,13 @@ class NetworkObserver:
 
     def _hook(self) -> None:
         network = self._network
-        self._handles.append(network.register_forward_pre_hook(self._note_call, with_kwargs=True))
-        self._handles.append(network.register_forward_hook(self._note_output))
+        self._handles.append(network.register_forward_pre_hook(Hook(self._note_call), with_kwargs=True))
+        self._handles.append(network.register_forward_hook(Hook(self._note_output)))
         for name, each in network.named_modules():
             if isinstance(each, _BatchNorm):
-                self._handles.append(each.register_forward_pre_hook(partial(self._note_norm, name)))
+                self._handles.append(each.register_forward_pre_hook(Hook(partial(self._note_norm, name))))
             elif isinstance(each, _DropoutNd):
-                self._handles.append(each.register_forward_pre_hook(partial(self._note_dropout, name)))
+                self._handles.append(each.register_forward_pre_hook(Hook(partial(self._note_dropout, name))))
 
     def _note_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not self._is_forward:

@@ -222,7 +222,7 @@ def lowest_between(rates: Series, losses: Series) -> float:
     if not 0 < place < len(losses) - 1:
         return rates[place]
     below, lowest, above = losses[place - 1 : place + 2]
-    move = 0.0 if above >= below else 0.5 * (below - above) / (below - 2 * lowest + above)
+    move = 0.0 if above >= below or math.isinf(below) else 0.5 * (below - above) / (below - 2 * lowest + above)
     return rates[place] * math.pow(rates[place + 1] / rates[place], move)
 
 

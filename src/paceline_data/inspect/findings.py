@@ -339,7 +339,7 @@ def _unlabelled(
     if subject.learned != "labels" or labels.shape[1] == 0:
         return
     is_unlabelled: Ids = np.where(labels.any(axis=1), 0, 1)[gathered.numbers]
-    pairs = near_duplicates(gathered.rows["hash"], is_unlabelled, np.arange(len(gathered.numbers)))
+    pairs = near_duplicates(gathered.rows["parts"], is_unlabelled, np.arange(len(gathered.numbers)))
     pairs = pairs[same_pictures(gathered, pairs, workers=workers, progress=progress)]
     yield from _pairs(gathered, "unlabelled", pairs[np.unique(pairs[:, 0], return_index=True)[1]])
 

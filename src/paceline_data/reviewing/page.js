@@ -238,7 +238,7 @@ const end = (lines) => {
   shown = [];
   draw();
   at("why").textContent = "The plan has been applied.";
-  at("review").disabled = true;
+  at("review").disabled = at("kinds").disabled = true;
   say(lines.join("\n"));
   at("why").focus();
 };

@@ -130,11 +130,10 @@ class Plan:
                 stack.close()  # it was applied while this process waited
             self._read(file)
             with file_operation("write", self.path):
+                self._end_last_line(file)
                 if os.fstat(file.fileno()).st_size == 0:
                     file.write(_FIRST)
                     sync_directory(self.path.parent)
-                else:
-                    self._end_last_line(file)
                 file.flush()
             self._read(file)
             yield file
@@ -144,6 +143,8 @@ class Plan:
         file.seek(self._end)
         if not (tail := file.read()):
             return
+        if self._lines == 0 and not _FIRST.startswith(tail):
+            self._parsed(tail)  # refuses another file, before it is changed
         try:
             load_json(tail)
         except ValueError:  # nobody was told that it counts

@@ -94,7 +94,7 @@ class ReviewServer(ThreadingHTTPServer):
         """The page, and what it is allowed to do."""
         parts = {name: files("paceline_data.reviewing").joinpath(f"page.{name}").read_text("utf-8") for name in _PARTS}
         style, script = (script_digest(parts[name].encode()) for name in ("css", "js"))
-        title = escape(one_line(self._found.root.name))
+        title = escape(one_line(self._found.root.resolve().name))
         text = Template(parts["html"]).substitute(title=title, style=parts["css"], script=parts["js"])
         policy = (
             f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; img-src blob: data:; "
@@ -217,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         token, _, place = url.path.removeprefix("/").partition("/")
         try:
-            if (self.headers.get("host") or "").rpartition(":")[0] not in _NAMES:
+            if (self.headers.get("host") or "").partition(":")[0] not in _NAMES:
                 raise _RefusedError(HTTPStatus.FORBIDDEN, "use the address that `paceline review` printed")
             origin = self.headers.get("origin")
             if origin is not None and origin != f"http://{self.headers['host']}":

@@ -182,7 +182,9 @@ class Service:
             HTTPException: If it cannot be answered, or too many wait.
         """
         with self._in_queue(1):
-            return await self._ask(self.predictor.reply, prompt)
+            reply = await self._ask(self.predictor.reply, prompt)
+        self.metrics.images.labels("answered").inc()
+        return reply
 
     async def pieces(self, prompt: Prompt) -> AsyncGenerator[str, None]:
         """Yield the text that follows a prompt, as it is written; requests take turns, a token each.
@@ -195,6 +197,7 @@ class Service:
             try:
                 while (piece := await self._ask(next, written, None)) is not None:
                     yield piece
+                self.metrics.images.labels("answered").inc()
             finally:
                 # In the network's thread, which may be writing for it still.
                 with suppress(RuntimeError):  # the service has stopped

@@ -1,6 +1,6 @@
 const text = document.getElementById("text");
-const number = (name) => document.getElementById(name);
-const isShown = (name) => !number(name).closest("[hidden]");
+const field = (name) => document.getElementById(name);
+const isShown = (name) => !field(name).closest("[hidden]");
 
 /* The words with their tags, or what else a model says of one text. */
 const described = (answer) => {
@@ -39,8 +39,8 @@ const ask = async () => {
   const mine = ++asked;
   const writes = isShown("tokens");
   const body = { texts: [text.value] };
-  if (isShown("top-k")) body.top_k = Math.max(1, Math.round(Number(number("top-k").value)) || 1);
-  if (writes) Object.assign(body, { tokens: Number(number("tokens").value), temperature: Number(number("temperature").value), stream: true });
+  if (isShown("top-k")) body.top_k = Math.max(1, Math.round(Number(field("top-k").value)) || 1);
+  if (writes) Object.assign(body, { tokens: Number(field("tokens").value), temperature: Number(field("temperature").value), stream: true });
   say(writes ? "Writing…" : "Sent…");
   try {
     const response = await fetch("predict", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });

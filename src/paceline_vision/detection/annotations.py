@@ -139,9 +139,8 @@ class Collector:
             runs: Run lengths, if there are no polygons.
         """
         numbers = [*box, *(number for polygon in polygons for number in polygon)]
-        is_finite = all(type(each) in (int, float) and math.isfinite(each) for each in numbers)
-        if not numbers or not is_finite or (not box and min(map(len, polygons)) < 2):
-            self.faults.append(f"{place} has {abbreviate(numbers)}, which must be finite numbers")
+        if not numbers or not all(map(is_coordinate, numbers)) or (not box and min(map(len, polygons)) < 2):
+            self.faults.append(f"{place} has {abbreviate(numbers)}, which must be numbers of at most {_MOST:,} pixels")
             return
         left, top, right, bottom = box or edges(polygons)
         left, right, top, bottom = min(left, right), max(left, right), min(top, bottom), max(top, bottom)
@@ -282,9 +281,16 @@ def annotation_file(data: Data) -> tuple[Path, Path]:
     return root, file
 
 
+def is_coordinate(value: Any) -> bool:
+    """Whether a value is a number that is neither NaN nor too large for any picture."""
+    return type(value) in (int, float) and bool(abs(value) <= _MOST)
+
+
 def begins_with(file: Path, first: bytes, *names: bytes) -> bool:
     """Whether a file begins with a character, and its first 64 KiB hold one of some names; it is not parsed."""
     try:
+        if not file.is_file():  # a named pipe may block for ever
+            return False
         with file.open("rb") as content:
             start = content.read(_LOOKED_AT).removeprefix(codecs.BOM_UTF8)
     except OSError:
@@ -563,8 +569,7 @@ def _annotation_fault(each: Any, images: dict[int, Any], classes: dict[int, str]
     if type(kind) is not int or kind not in classes:
         return f"has the category_id {abbreviate(kind)}, which no category has"
     box: Any = each.get("bbox")
-    # Comparisons with NaN are false.
-    is_box = isinstance(box, list) and len(box) == 4 and all(type(n) in (int, float) and abs(n) <= _MOST for n in box)
+    is_box = isinstance(box, list) and len(box) == 4 and all(map(is_coordinate, box))
     if not is_box or min(box[2:]) < 0:
         return f"has the bbox {abbreviate(box)}, which must be left, top, width and height; the last two not negative"
     if crowd not in (0, 1):

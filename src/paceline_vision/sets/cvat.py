@@ -60,12 +60,12 @@ def open_cvat(data: Data) -> BoxDataset:
             f"{root} holds no {_FILE}: export 'CVAT for images 1.1', or name the file (data.annotations=FILE).",
             path=root,
         )
-    content = read_content(file)
-    if b"<!DOCTYPE" in content or b"<!ENTITY" in content:
-        raise data_error(file, "declares entities, which CVAT's exports never do: export it again.")
     try:
+        content = read_content(file).decode("utf-8-sig")  # as CVAT writes: others would hide declarations
+        if "<!DOCTYPE" in content or "<!ENTITY" in content:
+            raise data_error(file, "declares entities, which CVAT's exports never do: export it again.")
         tree = ET.fromstring(content)
-    except ET.ParseError as error:
+    except (ET.ParseError, UnicodeDecodeError) as error:
         raise data_error(file, f"cannot be read as CVAT's annotations ({error}): export it again.") from error
     if tree.find("track") is not None:
         raise data_error(file, "holds the tracks of a video: export 'CVAT for images 1.1' instead.")

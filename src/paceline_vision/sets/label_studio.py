@@ -28,6 +28,7 @@ from paceline_vision.detection.annotations import (
     box_dataset,
     ellipse,
     existing_folder,
+    is_coordinate,
     read_content,
     read_json,
     sizes_of,
@@ -144,7 +145,10 @@ def _address(task: Any) -> str | None:
 
 def _paths(address: str) -> Iterator[str]:
     """Return the paths that an address may stand for; that of `/data/local-files/?d=a/b.png` is a/b.png."""
-    parts = urlsplit(address.replace("\\", "/"))
+    try:
+        parts = urlsplit(address.replace("\\", "/"))
+    except ValueError:  # a text that begins as an address
+        return
     yield from parse_qs(parts.query).get("d", [])
     yield unquote(parts.path)
     yield parts.path
@@ -174,10 +178,10 @@ def _add_mark(collector: Collector, place: str, mark: Any, size: tuple[int, int]
     points = value.get("points")
     if isinstance(points, list) and all(isinstance(each, list) and len(each) == 2 for each in points):
         flat = [number for point in points for number in point]
-        shares = [each / 100 * size[1 - at % 2] if type(each) in (int, float) else each for at, each in enumerate(flat)]
+        shares = [each / 100 * size[1 - at % 2] if is_coordinate(each) else each for at, each in enumerate(flat)]
         collector.add_object("", place, labels[0], polygons=[shares])
         return
-    if any(type(each) not in (int, float) for each in numbers):
+    if not all(map(is_coordinate, numbers)):
         collector.faults.append(f"{place} has a region whose x, y, width and height must be numbers")
         return
     x, y, w, h, across, down, turned = (

@@ -23,6 +23,7 @@ from paceline_vision.detection.annotations import (
     box_dataset,
     ellipse,
     existing_folder,
+    is_coordinate,
     read_content,
     read_json,
     sizes_of,
@@ -118,7 +119,7 @@ def _outline(kind: Any, points: list[list[Any]]) -> list[Any] | None:
     flat = [number for point in points for number in point]
     if kind in ("polygon", None):
         return flat
-    if not all(type(number) in (int, float) for number in flat):
+    if not all(map(is_coordinate, flat)):
         return flat  # which is a fault
     if kind == "rectangle" and len(points) >= 2:
         (left, right), (top, bottom) = ((min(flat[axis::2]), max(flat[axis::2])) for axis in (0, 1))

@@ -1,8 +1,8 @@
 """A folder of images and label maps: PATH/{train,val}/images/NAME.jpg and PATH/{train,val}/masks/NAME.png.
 
 A mask is a palette, 8-bit grey or black-and-white PNG whose values are class indices, or listed in `data.mask_values`;
-255 is otherwise ignored. All masks are read once when the
-folder is opened; their values are cached until a mask changes.
+255 is otherwise ignored. All masks are read once when the folder is opened; their values are cached until a mask
+changes.
 """
 
 from __future__ import annotations

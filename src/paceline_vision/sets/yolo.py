@@ -29,6 +29,7 @@ from paceline_vision.detection.dataset import BoxDataset
 from paceline_vision.inspection import WITH_BOXES
 
 _TRIED = 8  # files
+_MOST_UNNAMED = 10_000  # classes
 _NAMES = ("classes.txt", "obj.names")
 _RULE = (
     "YOLO's numbers are shares of the picture's sides: x and y of a box's centre, its width and height, or x and y of "
@@ -57,7 +58,7 @@ def _description(root: Path) -> tuple[Path | None, Mapping[str, Any]]:
         DataError: If there are several.
     """
     found: list[tuple[Path, Mapping[str, Any]]] = []
-    for file in sorted((*root.glob("*.yaml"), *root.glob("*.yml"))):
+    for file in sorted(each for ending in ("yaml", "yml") for each in root.glob(f"*.{ending}") if each.is_file()):
         try:
             tree = load_plain(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, yaml.YAMLError) as error:
@@ -147,7 +148,12 @@ def open_yolo(data: Data) -> BoxDataset:
     labels = {picture: list(_objects(root, text)) for picture, text in lines.items() if text is not None}
     if names is None:
         numbers = [entry[1] for entries in labels.values() for entry in entries if isinstance(entry[1], int)]
-        names = [str(number) for number in range(max(numbers, default=-1) + 1)]
+        if (highest := max(numbers, default=-1)) >= _MOST_UNNAMED:
+            raise data_error(
+                root,
+                f"has labels of the class {highest}, and no file of class names: add classes.txt, or correct them.",
+            )
+        names = [str(number) for number in range(highest + 1)]
     collector = Collector(root, root, _RULE, names)
     for picture, size in sizes.items():
         split = _split(picture, folders)

@@ -17,9 +17,9 @@ import paceline
 from paceline.errors import RecipeError
 from paceline.recipe.load import load_recipe
 from paceline.tasks.task import build_task
-from paceline_data.check_data import CheckData
+from paceline_data.check_data import CheckData, _lines
 from paceline_data.inspect.label_noise import estimate_noise, folds_of
-from paceline_data.inspect.wrong_labels import WrongLabels, _without, find_wrong_labels
+from paceline_data.inspect.wrong_labels import WrongLabel, WrongLabels, _without, find_wrong_labels
 from paceline_data.reviewing.find import MISTAKE, WRONG_LABEL, find_doubts, in_a_child
 
 CLASSES = ("across", "down", "plain")
@@ -36,6 +36,15 @@ def predictions(seed: int, moved: float) -> tuple[NDArray[np.float32], NDArray[n
     is_moved = draws.random(2000) < moved
     labels = np.where(is_moved, (labels + draws.integers(1, 5, 2000)) % 5, labels)
     return scores.astype(np.float32), labels, is_moved
+
+
+def test_labels_of_texts_are_not_reviewed_as_files() -> None:
+    row = {"id": 1, "sample": "rows.jsonl, line 2", "given": "a", "suggested": "b", "score": 0.9, "probability": 0.9}
+    shares: Any = {"checked": {"validation": 20}, "agreement": {"validation": 0.9}, "findable": {"validation": 0.5}}
+    labels = WrongLabels(run="run", found=(WrongLabel(split="validation", **row),), pictures={}, **shares)
+    said = " ".join(map(str, _lines(None, labels)))
+    assert "look at them with --output DIR" in said
+    assert "review" not in said
 
 
 @pytest.mark.parametrize("sharpness", [0.1, 1.0, 6.0])

@@ -258,6 +258,15 @@ def test_a_line_that_was_being_written_is_dropped(photos: Path, plan: Plan) -> N
     assert set(other.decisions) == {"cat/1.jpg", "cat/3.jpg"}
 
 
+def test_a_first_line_that_was_being_written_is_completed(photos: Path, plan: Plan) -> None:
+    plan.path.parent.mkdir()
+    plan.path.write_bytes(b'{"paceline_rev')
+    decide(plan, photos, "cat/1.jpg", "keep")
+    other = Plan(plan.path)
+    other.refresh()
+    assert set(other.decisions) == {"cat/1.jpg"}
+
+
 def test_a_last_line_without_an_end_counts(photos: Path, plan: Plan) -> None:
     decide(plan, photos, "cat/1.jpg", "aside")
     plan.path.write_bytes(plan.path.read_bytes().rstrip(b"\n"))
@@ -276,6 +285,8 @@ def test_a_plan_that_was_applied_meanwhile_begins_anew(photos: Path, plan: Plan)
     ("text", "kind"),
     [
         ("words\n", DataError),
+        ("words", DataError),
+        ('{"words": 1}', DataError),
         ('{"paceline_review": 2}\n', VersionError),
         ('{"paceline_review": 1}\n{"file": "cat/1.jpg", "action": "delete", "digest": "0"}\n', DataError),
         ('{"paceline_review": 1}\n{"file": "cat/1.jpg", "action": "move", "digest": "0"}\n', DataError),

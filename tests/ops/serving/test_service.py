@@ -6,7 +6,7 @@ import asyncio
 import base64
 import io
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from paceline.prediction.predictor import Answer
+from paceline.prediction.predictor import Answer, Prompt, Reply
 from paceline.tasks.labelling import Prediction
 from paceline_vision.detection.predictor import Detections
 from paceline_vision.segmentation.predictor import Segments
@@ -120,6 +120,32 @@ def test_work_that_nobody_waits_for_is_stopped(why: str) -> None:
 
     assert asyncio.run(asyncio.wait_for(ask(), 60)) == 2
     assert predictor.prepared == FITTING + 2
+
+
+class Writer:
+    """Writes a word or two."""
+
+    largest_batch = None
+    unit = "texts"
+
+    def reply(self, prompt: Prompt) -> Reply:
+        return Reply({"text": prompt.text}, [])
+
+    def pieces(self, prompt: Prompt) -> Iterator[str]:
+        yield from ("one ", "two")
+
+
+def test_answers_of_a_language_model_are_counted() -> None:
+    metrics = Metrics("model", "0")
+
+    async def ask() -> list[str]:
+        service = services.Service(Writer(), services.ServiceLimits(), metrics)  # type: ignore[arg-type]  # as much as is used
+        async with service.running():
+            await service.reply(Prompt(text="a"))
+            return [each async for each in service.pieces(Prompt(text="a"))]
+
+    assert asyncio.run(ask()) == ["one ", "two"]
+    assert metrics.registry.get_sample_value("paceline_images_total", {"outcome": "answered"}) == 2
 
 
 def test_the_page_asks_for_all_objects_of_a_detector() -> None:

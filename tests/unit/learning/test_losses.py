@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.learning.losses import LossWatcher, described, merged, note_own
+from paceline.learning.observer import NetworkObserver
 
 DRAWN = torch.Generator().manual_seed(0)
 LOGITS, LABELS = torch.randn(60, 4, generator=DRAWN), torch.randint(0, 4, (60,), generator=DRAWN)
@@ -146,3 +149,16 @@ def test_another_mode_stays_around_a_networks_calls() -> None:
     with watcher.around(module), torch.device("meta"):
         assert module(torch.zeros(2)).device.type == "meta"
     assert torch.zeros(2).device.type == "cpu"
+
+
+def test_an_observed_network_is_copied_and_stored_without_its_observer() -> None:
+    network, stored = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout()), io.BytesIO()
+    observer = NetworkObserver(network, hooked=True)
+    observer.begin(statistics=True)
+    with observer.around_forward(network):
+        torch.save(network, stored)
+        stored.seek(0)
+        for each in (copy.deepcopy(network), torch.load(stored, weights_only=False)):
+            each(torch.zeros(4, 2))
+        network(torch.zeros(4, 2))
+    assert observer.end()()["calls"] == 1
