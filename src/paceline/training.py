@@ -103,8 +103,9 @@ def train(
         return _train_in_processes(loaded, options, processes, quiet=quiet)
     with restore_torch_settings(), restore_random_states(None):
         result = replace(train_recipe(loaded, options), make_task=task)
-    if result.learning:
-        sys.stderr.write(f"paceline: warning: {result.learning}\n")
+    if result.learning and not quiet:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error may be full, closed or missing
+            sys.stderr.write(f"paceline: warning: {result.learning}\n")
     return result
 
 

@@ -26,10 +26,10 @@ def run(command: str, *, seconds: float = 120, env: Mapping[str, str] | None = N
         command: The command line, such as ``torchrun --standalone --nproc-per-node=2 hello.py``. No pipes.
         seconds: Timeout, after which the command and all its processes are ended.
         env: Additional environment variables.
-        quiet: Whether to return the output without printing it.
+        quiet: Whether to print nothing, and to return standard output alone.
 
     Returns:
-        Standard output and standard error, interleaved.
+        Standard output and standard error, interleaved; if quiet, standard output.
 
     Raises:
         CommandError: If the exit code is not 0, or the command times out.
@@ -42,16 +42,18 @@ def run(command: str, *, seconds: float = 120, env: Mapping[str, str] | None = N
         **(env or {}),
     }
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "output"
+        log, messages = Path(folder) / "output", Path(folder) / "messages"
+        errors = messages if quiet else subprocess.STDOUT
         with ProcessGroup() as group:
-            child = group.start(shlex.split(command), env=variables, stdout=log, stderr=subprocess.STDOUT)
+            child = group.start(shlex.split(command), env=variables, stdout=log, stderr=errors)
             ending = group.wait(seconds)
         output = log.read_text(encoding="utf-8", errors="replace")
+        said = messages.read_text(encoding="utf-8", errors="replace") if quiet else ""
     if ending.reason:
         raise CommandError(f"`{command}` was still running after {seconds:g} s and was ended.")
     if not quiet:
         print(output, end="" if output.endswith("\n") else "\n")
     if child.code:
-        last = "\n".join(output.splitlines()[-15:])
+        last = "\n".join((output + said).splitlines()[-15:])
         raise CommandError(f"`{command}` ended with exit code {child.code}:\n{last}")
     return output

@@ -289,7 +289,8 @@ def _show_plan(
     expected = None
     if chosen is not None and (plan.parameters or 0) <= _MEASURED_PARAMETERS:
         with contextlib.suppress(PacelineError):  # the plan does not need it: data, or memory of the device
-            expected = forecast_apart(resumed_recipe(loaded.recipe, run_dir), chosen.count, partial(echo, err=True))
+            log = partial(echo, err=True) if sys.stderr.isatty() else lambda _: None
+            expected = forecast_apart(resumed_recipe(loaded.recipe, run_dir), chosen.count, log)
     if as_json:
         figures = {} if expected is None else {key: expected[key] for key in expected if key.startswith("expected_")}
         print_json({"plan": plan.to_tree(), **figures, "recipe": to_tree(loaded.recipe), "notices": notices})
