@@ -24,7 +24,7 @@ from paceline.parsing.units import counted
 
 if TYPE_CHECKING:
     from paceline_data.reviewing.apply import Applied
-    from paceline_data.reviewing.plan import Plan
+    from paceline_data.reviewing.plan import ReviewPlan
 
 
 @command("review", group="Data", place=1)
@@ -53,7 +53,7 @@ class Review:
     plan: Annotated[
         Path | None,
         Shape(metavar="FILE", path="local", without=("apply",)),
-        "Plan to write to, in a folder next to the data (default: FOLDER-review/plan.jsonl).",
+        "ReviewPlan to write to, in a folder next to the data (default: FOLDER-review/plan.jsonl).",
     ] = None
     folds: Annotated[
         int | None,
@@ -68,11 +68,11 @@ class Review:
         from paceline_data.inspect.quarantine import check_place
         from paceline_data.reviewing.apply import apply_plan
         from paceline_data.reviewing.find import open_folder
-        from paceline_data.reviewing.plan import Plan
+        from paceline_data.reviewing.plan import ReviewPlan
 
         root = open_folder(self.source, self.overrides)
         if self.apply is not None:
-            applied = apply_plan(Plan(self.apply), root)
+            applied = apply_plan(ReviewPlan(self.apply), root)
             document = {"moved": applied.moved, "moved_earlier": applied.earlier, "plan": str(applied.plan)}
             _print(document | {"undo": _undo(applied)}, self._after(applied), as_json=as_json)
             return 0
@@ -84,7 +84,7 @@ class Review:
                 value=self.folds,
             )
         path = root.resolve().with_name(f"{root.resolve().name}-review") / "plan.jsonl"
-        plan = Plan(self.plan or path)
+        plan = ReviewPlan(self.plan or path)
         check_place(root, plan.path.parent, "--plan")
         with plan.locked():  # it can be written
             pass
@@ -92,7 +92,7 @@ class Review:
         self._serve(plan, as_json=as_json)
         return 0
 
-    def _serve(self, plan: Plan, *, as_json: bool) -> None:
+    def _serve(self, plan: ReviewPlan, *, as_json: bool) -> None:
         from paceline_data.check_data import progress_bar
         from paceline_data.reviewing.find import find_doubts, in_a_child
         from paceline_data.reviewing.server import ReviewServer

@@ -15,7 +15,7 @@ import pytest
 from calls import SOURCES, Call
 from PIL import Image
 
-from paceline_data.reviewing.plan import Plan
+from paceline_data.reviewing.plan import ReviewPlan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -109,7 +109,7 @@ def test_two_reviewers_see_each_other(opened: Call, photos: Path) -> None:
     other.wait_for_selector("#pictures .decision:has-text('set aside')")  # asked for every few seconds
     other.keyboard.press("k")
     progress(other, "2 of 4, 1 decided")
-    plan = Plan(photos.parent / "photos-review" / "plan.jsonl")
+    plan = ReviewPlan(photos.parent / "photos-review" / "plan.jsonl")
     plan.refresh()
     assert [each.action for each in plan.decisions.values()] == ["keep"]
 

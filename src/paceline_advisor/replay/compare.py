@@ -28,7 +28,7 @@ _SCORES = ("weights_sha256", "ema_sha256", "metrics", "samples", "epoch", "ledge
 
 
 @frozen
-class Difference:
+class FirstDifference:
     """Where a run differs from what was computed again.
 
     Attributes:
@@ -67,8 +67,8 @@ class Difference:
 
 
 @frozen
-class Found:
-    """A value of the state that differs; fields as of :class:`Difference`."""
+class FoundDifference:
+    """A value of the state that differs; fields as of :class:`FirstDifference`."""
 
     component: str
     tensor: str
@@ -77,7 +77,7 @@ class Found:
     cause: str
 
 
-def compare_states(recorded: Path, again: Path, tolerance: float | None) -> Iterator[Found]:
+def compare_states(recorded: Path, again: Path, tolerance: float | None) -> Iterator[FoundDifference]:
     """Yield what differs between two checkpoints, component by component.
 
     Args:
@@ -90,14 +90,14 @@ def compare_states(recorded: Path, again: Path, tolerance: float | None) -> Iter
     for name in (*(each for each in _FIRST if each in mine.keys() | theirs.keys()), *others):
         if name in mine.keys() ^ theirs.keys():
             where = "only the run has it" if name in mine else "the run lacks it"
-            yield Found(component=name, tensor="", cause=f"{name}: {where}")
+            yield FoundDifference(component=name, tensor="", cause=f"{name}: {where}")
         elif (skipped := _LEFT_OUT.get(name, ())) is not None and (tolerance is None or name not in _OF_TENSORS_ONLY):
             states = [read_components(path, (name,))[name] for path in (recorded, again)]
             old, new = ({key: each for key, each in state.items() if key not in skipped} for state in states)
             yield from _compare_state(name, old, new, tolerance)
 
 
-def _compare_state(component: str, old: Json, new: Json, tolerance: float | None) -> Iterator[Found]:
+def _compare_state(component: str, old: Json, new: Json, tolerance: float | None) -> Iterator[FoundDifference]:
     (structure, tensors), (other, others) = (encode(each, where=component) for each in (old, new))
     for name, tensor in tensors.items():
         if isinstance(found := others.get(name), torch.Tensor) and isinstance(tensor, torch.Tensor):
@@ -105,16 +105,18 @@ def _compare_state(component: str, old: Json, new: Json, tolerance: float | None
     path = _first_unequal(structure, other)
     if path is not None and tolerance is None:
         name, was, now = path
-        yield Found(component=component, tensor=name, cause=f"{component} {name} is {was}, and {now} computed again")
+        yield FoundDifference(
+            component=component, tensor=name, cause=f"{component} {name} is {was}, and {now} computed again"
+        )
 
 
 def _compare_tensor(
     component: str, name: str, old: torch.Tensor, new: torch.Tensor, tolerance: float | None
-) -> Iterator[Found]:
+) -> Iterator[FoundDifference]:
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         kinds = [f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in (old, new)]
         cause = f"{component} {name} is {kinds[0]}, and {kinds[1]} computed again"
-        yield Found(component=component, tensor=name, cause=cause)
+        yield FoundDifference(component=component, tensor=name, cause=cause)
         return
     rows = [each.contiguous().reshape(-1).view(torch.uint8).reshape(each.numel(), -1) for each in (old, new)]
     unequal = (rows[0] != rows[1]).any(dim=1) if old.numel() else torch.zeros(0, dtype=torch.bool)
@@ -129,7 +131,7 @@ def _compare_tensor(
     ulps = _ulps(old.reshape(-1)[at], new.reshape(-1)[at])
     cause = f"{component} {name}{list(index)} is {was!r}, and {now!r} computed again"
     cause += f"; {count} of {old.numel()} numbers differ, by {relative:.1e} of the tensor's norm"
-    yield Found(component=component, tensor=name, index=index, ulps=ulps, cause=cause)
+    yield FoundDifference(component=component, tensor=name, index=index, ulps=ulps, cause=cause)
 
 
 def _relative(old: torch.Tensor, new: torch.Tensor) -> float:

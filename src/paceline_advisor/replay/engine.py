@@ -26,8 +26,8 @@ from paceline_advisor import Json, frozen
 from paceline_advisor.apply import with_values
 from paceline_advisor.launches import CommandProcess, last_step, said
 from paceline_advisor.replay.compare import (
-    Difference,
-    Found,
+    FirstDifference,
+    FoundDifference,
     compare_ledgers,
     compare_outcomes,
     compare_records,
@@ -56,7 +56,7 @@ class NotReplayedError(Exception):
 
 
 @frozen
-class Outcome:
+class StretchOutcome:
     """A stretch that was computed again.
 
     Attributes:
@@ -68,7 +68,7 @@ class Outcome:
     """
 
     stretch: Stretch
-    difference: Difference | None = None
+    difference: FirstDifference | None = None
     is_within: bool = False
     unknown: str = ""
     seconds: float = 0.0
@@ -93,7 +93,7 @@ class Engine:
     folder: Path | None
     tolerance: Callable[[int], float] | None
 
-    def replay(self, stretch: Stretch, progress: Progress) -> Outcome:
+    def replay(self, stretch: Stretch, progress: Progress) -> StretchOutcome:
         """Compute a stretch again in a temporary directory, and compare it."""
         started = time.perf_counter()
         with _scratch() as scratch:
@@ -104,11 +104,11 @@ class Engine:
                 again = self._train(stretch, scratch, progress)
                 difference, is_within = self._compare(stretch, again)
             except NotReplayedError as error:
-                return Outcome(stretch=stretch, unknown=str(error), seconds=time.perf_counter() - started)
+                return StretchOutcome(stretch=stretch, unknown=str(error), seconds=time.perf_counter() - started)
             except (CheckpointError, RunDirectoryError) as error:
                 difference, is_within = _whole(stretch, "files", str(error)), False
         seconds = time.perf_counter() - started
-        return Outcome(stretch=stretch, difference=difference, is_within=is_within, seconds=seconds)
+        return StretchOutcome(stretch=stretch, difference=difference, is_within=is_within, seconds=seconds)
 
     # Train
 
@@ -164,14 +164,16 @@ class Engine:
 
     # Compare
 
-    def _compare(self, stretch: Stretch, again: RunDirectory) -> tuple[Difference | None, bool]:
+    def _compare(self, stretch: Stretch, again: RunDirectory) -> tuple[FirstDifference | None, bool]:
         found = self._first_difference(stretch, again, None)
         if found is None or self.tolerance is None:
             return found, False
         difference = self._first_difference(stretch, again, self.tolerance(stretch.batches))
         return difference, difference is None
 
-    def _first_difference(self, stretch: Stretch, again: RunDirectory, tolerance: float | None) -> Difference | None:
+    def _first_difference(
+        self, stretch: Stretch, again: RunDirectory, tolerance: float | None
+    ) -> FirstDifference | None:
         begin, end, recorded = stretch.begin, stretch.end, stretch.end.path
         assert recorded is not None  # only the start of a run has none
         newest = CheckpointStore(again.checkpoints).steps()[-1:]
@@ -183,17 +185,17 @@ class Engine:
         ledger = compare_ledgers(self.run, again, begin.position, end.position)
         at = partial_difference(stretch)
         if ledger is not None and (record is None or ledger[0] <= record.step):
-            return at(ledger[0], Found(component="ledger", tensor="", cause=ledger[1]))
+            return at(ledger[0], FoundDifference(component="ledger", tensor="", cause=ledger[1]))
         if record is not None and state is None:
             only = "; the state is equal, so only the record differs"
-            return at(record.step, Found(component="records", tensor=record.name, cause=record.cause + only))
+            return at(record.step, FoundDifference(component="records", tensor=record.name, cause=record.cause + only))
         if state is not None:
             if record is None or record.step > end.step:
                 return at(end.step, state)
             return at(record.step, replace(state, cause=f"{record.cause}; after it, {state.cause}"))
         return self._other_files(stretch, again) if tolerance is None else None
 
-    def _other_files(self, stretch: Stretch, again: RunDirectory) -> Difference | None:
+    def _other_files(self, stretch: Stretch, again: RunDirectory) -> FirstDifference | None:
         """Compare the outcome and the best evaluation, if this is the run's last stretch."""
         end, at = stretch.end, partial_difference(stretch)
         if end.step != max(CheckpointStore(self.run.checkpoints).steps()):
@@ -201,22 +203,22 @@ class Engine:
         best = CheckpointStore(self.run.checkpoints).read_best()
         if best is not None and best != end.best():
             cause = f"best.json says {best}, and the run's best evaluation is {end.best()}"
-            return at(end.step, Found(component="best", tensor="best.json", cause=cause))
+            return at(end.step, FoundDifference(component="best", tensor="best.json", cause=cause))
         if not self.run.summary.is_file():
             return None
         summary, new = read_json(self.run.summary), read_json(again.summary)
         if summary.get("status") == "failed" or summary.get("step") != end.step:
             return None
         if found := compare_outcomes(summary, new):
-            return at(end.step, Found(component="summary", tensor=found[0], cause=found[1]))
+            return at(end.step, FoundDifference(component="summary", tensor=found[0], cause=found[1]))
         return None
 
 
-def partial_difference(stretch: Stretch) -> Callable[[int, Found], Difference]:
+def partial_difference(stretch: Stretch) -> Callable[[int, FoundDifference], FirstDifference]:
     """Return a function that makes a difference in a stretch from a step and what was found."""
 
-    def make(step: int, found: Found) -> Difference:
-        return Difference(
+    def make(step: int, found: FoundDifference) -> FirstDifference:
+        return FirstDifference(
             begin=stretch.begin.step,
             end=stretch.end.step,
             step=step,
@@ -230,8 +232,8 @@ def partial_difference(stretch: Stretch) -> Callable[[int, Found], Difference]:
     return make
 
 
-def _whole(stretch: Stretch, component: str, cause: str) -> Difference:
-    return Difference(begin=stretch.begin.step, end=stretch.end.step, step=None, component=component, cause=cause)
+def _whole(stretch: Stretch, component: str, cause: str) -> FirstDifference:
+    return FirstDifference(begin=stretch.begin.step, end=stretch.end.step, step=None, component=component, cause=cause)
 
 
 def _symlink(source: Path, target: Path) -> None:

@@ -44,8 +44,8 @@ from paceline.trainer.subject import Subject
 from paceline_advisor import Json, frozen, named
 from paceline_advisor.commands import Verify
 from paceline_advisor.launches import check_can_watch
-from paceline_advisor.replay.compare import Difference
-from paceline_advisor.replay.engine import Engine, Outcome, progress_bar
+from paceline_advisor.replay.compare import FirstDifference
+from paceline_advisor.replay.engine import Engine, StretchOutcome, progress_bar
 from paceline_advisor.replay.points import Stretch, folder_of, in_folder_of, points_of, stretches_of
 
 Verdict = Literal["equal", "different", "unknown"]
@@ -87,8 +87,8 @@ class VerifyReport:
     verdict: Verdict
     seed: int
     total: int
-    outcomes: tuple[Outcome, ...] = ()
-    differences: tuple[Difference, ...] = ()
+    outcomes: tuple[StretchOutcome, ...] = ()
+    differences: tuple[FirstDifference, ...] = ()
     unlike: tuple[str, ...] = ()
     confidence: str
     unknown: str = ""
@@ -139,7 +139,7 @@ class VerifyReport:
         return Shown(title=f"Verification of {self.run}", blocks=blocks, ok=ok)
 
 
-def _word(outcome: Outcome) -> str:
+def _word(outcome: StretchOutcome) -> str:
     if outcome.unknown:
         return "not possible here"
     if outcome.difference is not None:
@@ -197,7 +197,7 @@ def _verify(run: RunDirectory, options: Verify, report: VerifyReport, log: Log) 
     chosen = _choose(stretches, options, report.seed)
     unlike = tuple(_unlike(environment))
     differences = [
-        Difference(begin=None, end=None, step=step, component="checkpoint", cause=reason)
+        FirstDifference(begin=None, end=None, step=step, component="checkpoint", cause=reason)
         for step, reason in damaged.items()
     ]
     differences += _wrong_files(run, stretches)
@@ -225,7 +225,11 @@ def _verify(run: RunDirectory, options: Verify, report: VerifyReport, log: Log) 
 
 
 def _judged(
-    report: VerifyReport, outcomes: tuple[Outcome, ...], differences: tuple[Difference, ...], *, is_strict: bool
+    report: VerifyReport,
+    outcomes: tuple[StretchOutcome, ...],
+    differences: tuple[FirstDifference, ...],
+    *,
+    is_strict: bool,
 ) -> VerifyReport:
     unknown = next((each.unknown for each in outcomes if each.unknown), "")
     state = ("model", "ema", "optimizer", "records")
@@ -249,7 +253,7 @@ def _judged(
     )
 
 
-def _in_order(differences: Sequence[Difference]) -> tuple[Difference, ...]:
+def _in_order(differences: Sequence[FirstDifference]) -> tuple[FirstDifference, ...]:
     return tuple(sorted(differences, key=lambda each: -1 if each.step is None else each.step))
 
 
@@ -291,9 +295,11 @@ def _confidence(total: int, checked: int, *, is_equal: bool) -> str:
     )
 
 
-def _replay(engine: Engine, stretches: Sequence[Stretch], chosen: Sequence[Stretch], log: Log) -> tuple[Outcome, ...]:
+def _replay(
+    engine: Engine, stretches: Sequence[Stretch], chosen: Sequence[Stretch], log: Log
+) -> tuple[StretchOutcome, ...]:
     """Compute the chosen stretches again; before the first that differs, also earlier ones, to find where it begins."""
-    results: dict[int, Outcome] = {}
+    results: dict[int, StretchOutcome] = {}
     done = 0
     with progress_bar(sum(each.batches for each in chosen), log) as show:
 
@@ -320,13 +326,13 @@ def _replay(engine: Engine, stretches: Sequence[Stretch], chosen: Sequence[Stret
 # What can be told without computing
 
 
-def _wrong_files(run: RunDirectory, stretches: Sequence[Stretch]) -> Iterator[Difference]:
+def _wrong_files(run: RunDirectory, stretches: Sequence[Stretch]) -> Iterator[FirstDifference]:
     """Yield what checkpoints, recipe, ledger and events say that does not fit together."""
     identity = read_identity(run)
     recipe = load_recipe(run.root).recipe
     for point in (each.end for each in stretches):
         owner = point.facts.get("run")
-        at = partial(Difference, begin=None, end=None, step=point.step)
+        at = partial(FirstDifference, begin=None, end=None, step=point.step)
         if identity is not None and owner not in (None, identity.id):
             cause = f"checkpoint {point.path and point.path.name} is of the run {owner}, and this is {identity.id}"
             yield at(component="checkpoint", cause=cause)
@@ -346,7 +352,7 @@ def _wrong_files(run: RunDirectory, stretches: Sequence[Stretch]) -> Iterator[Di
         found = re.search(r"(after )?step (\d+)", sentence)
         step = None if found is None else int(found[2]) + bool(found[1])
         inside = next((each for each in stretches if step and each.begin.step < step <= each.end.step), None)
-        yield Difference(
+        yield FirstDifference(
             begin=None if inside is None else inside.begin.step,
             end=None if inside is None else inside.end.step,
             step=step,
@@ -355,7 +361,7 @@ def _wrong_files(run: RunDirectory, stretches: Sequence[Stretch]) -> Iterator[Di
         )
 
 
-def _other_data(run: RunDirectory, stretch: Stretch, environment: Mapping[str, Any]) -> Iterator[Difference]:
+def _other_data(run: RunDirectory, stretch: Stretch, environment: Mapping[str, Any]) -> Iterator[FirstDifference]:
     """Open recipe and data as the run would, and compare them with its plan.
 
     Raises:
@@ -383,7 +389,7 @@ def _other_data(run: RunDirectory, stretch: Stretch, environment: Mapping[str, A
             cause = re.split(r"[;:] restore|; it can only| Start | Choose ", str(error))[0].rstrip(".")
             cause += _changed_files(run, environment) if component == "data" else ""
             begin, end = stretch.begin.step, stretch.end.step
-            yield Difference(
+            yield FirstDifference(
                 begin=begin, end=end, step=None, component=component, tensor=error.key or None, cause=cause
             )
 

@@ -25,7 +25,7 @@ _MOST_FITTED = 20_000  # evenly spread
 _SHARPNESS = np.exp(np.linspace(-3, 3, 49))  # 1 / temperature
 _INTERVAL = 1.92  # drop of the log-likelihood: half of chi-squared's 95 % quantile for one parameter
 _KNOWN = 12  # labels that count as right without being seen
-_LEAST_RATE = 0.01  # for which it is told what would be found
+_LEAST_RATE = 0.01  # at least, for its share to be said
 _RATES = np.concatenate([[0.0, 0.001, 0.002, 0.005], np.arange(1, 61) / 100])
 
 

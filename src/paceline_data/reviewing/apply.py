@@ -19,7 +19,7 @@ from paceline.errors import DataError, PacelineError, data_error, did_you_mean
 from paceline.parsing.files import free_name, is_folder, visible_entries
 from paceline.records.run_directory import file_operation
 from paceline_data.inspect.quarantine import UNDO, check_place, led_to, move_files
-from paceline_data.reviewing.plan import Decision, Plan, content_digest
+from paceline_data.reviewing.plan import Decision, ReviewPlan, content_digest
 
 ASIDE = "aside"
 _NAMED = 5
@@ -42,7 +42,7 @@ class Applied:
     undo: Path
 
 
-def apply_plan(plan: Plan, root: Path, *, version: int | None = None) -> Applied:
+def apply_plan(plan: ReviewPlan, root: Path, *, version: int | None = None) -> Applied:
     """Move the files of a plan; nothing is overwritten or deleted but class folders that become empty.
 
     Args:

@@ -62,7 +62,7 @@ def content_digest(path: Path) -> str:
         raise DataError(f"{str(path)!r} cannot be read: {error.strerror}.", path=path) from None
 
 
-class Plan:
+class ReviewPlan:
     """A plan in a file, shared with other processes.
 
     Attributes:

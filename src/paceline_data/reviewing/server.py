@@ -27,7 +27,7 @@ from paceline.pages.page import script_digest
 from paceline.parsing.plain_text import load_json, one_line
 from paceline_data.reviewing.apply import Applied, apply_plan, class_names
 from paceline_data.reviewing.find import EARLIER, Doubt, Found
-from paceline_data.reviewing.plan import Action, ChangedError, Decision, Plan, content_digest
+from paceline_data.reviewing.plan import Action, ChangedError, Decision, ReviewPlan, content_digest
 from paceline_data.reviewing.thumbnails import Thumbnails
 
 _HOST = "127.0.0.1"
@@ -48,7 +48,7 @@ class ReviewServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, found: Found, plan: Plan, port: int, on_applied: Callable[[Applied], list[str]]) -> None:
+    def __init__(self, found: Found, plan: ReviewPlan, port: int, on_applied: Callable[[Applied], list[str]]) -> None:
         """Listen on this machine.
 
         Args:

@@ -94,7 +94,7 @@ class AnnotatedSet:
             )
 
 
-class Collector:
+class AnnotationCollector:
     """Pictures and their objects, which a format's reader adds one by one.
 
     Args:

@@ -21,7 +21,7 @@ from paceline.parsing.files import SkippedItems
 from paceline.plugins.dataset_registry import dataset
 from paceline.recipe.data import Data
 from paceline_vision.detection.annotations import (
-    Collector,
+    AnnotationCollector,
     annotation_file,
     begins_with,
     box_dataset,
@@ -71,7 +71,7 @@ def open_cvat(data: Data) -> BoxDataset:
         raise data_error(file, "holds the tracks of a video: export 'CVAT for images 1.1' instead.")
     folder = root / "images" if (root / "images").is_dir() else root
     names = [str(each.text) for each in tree.iterfind("meta//labels/label/name")]
-    collector = Collector(folder, file, _RULE, list(dict.fromkeys(names)) or None)
+    collector = AnnotationCollector(folder, file, _RULE, list(dict.fromkeys(names)) or None)
     if file.parent == folder:
         collector.own_files.add(file.name)
     for position, image in enumerate(tree.iterfind("image")):
@@ -80,7 +80,7 @@ def open_cvat(data: Data) -> BoxDataset:
 
 
 def _add_image(
-    collector: Collector, folder: Path, place: str, image: Any, names: set[str], left_out: SkippedItems
+    collector: AnnotationCollector, folder: Path, place: str, image: Any, names: set[str], left_out: SkippedItems
 ) -> None:
     """Add a picture with its objects."""
     name, subset = image.get("name", ""), image.get("subset") or ""
@@ -104,7 +104,7 @@ def _add_image(
             _add_shape(collector, split, where, each, (int(sides[0]), int(sides[1])))
 
 
-def _add_shape(collector: Collector, split: str, place: str, shape: Any, size: tuple[int, int]) -> None:
+def _add_shape(collector: AnnotationCollector, split: str, place: str, shape: Any, size: tuple[int, int]) -> None:
     """Add an object, or a fault."""
     try:
         if shape.tag == "polygon":
@@ -134,7 +134,7 @@ def _turned(box: list[float], angle: float) -> list[float]:
     return [each for a, b in corners for each in (x + a * cosine - b * sine, y + a * sine + b * cosine)]
 
 
-def _add_mask(collector: Collector, split: str, place: str, shape: Any, size: tuple[int, int]) -> None:
+def _add_mask(collector: AnnotationCollector, split: str, place: str, shape: Any, size: tuple[int, int]) -> None:
     """Add a mask: run lengths in row order within a box, which become COCO's, of the picture in column order."""
     left, top, width, height = (int(shape.get(key, "")) for key in ("left", "top", "width", "height"))
     counts = [int(each) for each in shape.get("rle", "").split(",")]

@@ -22,7 +22,7 @@ from paceline.parsing.files import SkippedItems, has_extension, list_files
 from paceline.plugins.dataset_registry import dataset
 from paceline.recipe.data import Data
 from paceline_vision.detection.annotations import (
-    Collector,
+    AnnotationCollector,
     annotation_file,
     begins_with,
     box_dataset,
@@ -66,7 +66,7 @@ def open_label_studio(data: Data) -> BoxDataset:
     tasks = read_json(file, read_content(file), "Label Studio's tasks")
     if not isinstance(tasks, list):
         raise DataError(f"{file} is not a list of tasks; export JSON from Label Studio.", path=file)
-    collector = Collector(root, file, _RULE)
+    collector = AnnotationCollector(root, file, _RULE)
     if file.is_relative_to(root):
         collector.own_files.add(str(file.relative_to(root)))
     pictures = [each for each in list_files(root, left_out) if has_extension(each, EXTENSIONS)]
@@ -100,16 +100,16 @@ def _located(data: Data) -> tuple[Path, Path]:
 
 
 def _annotated(
-    tasks: list[Any], pictures: list[str], collector: Collector, left_out: SkippedItems
+    tasks: list[Any], pictures: list[str], collector: AnnotationCollector, left_out: SkippedItems
 ) -> dict[str, tuple[str, list[Any]]]:
     """Return place and regions of each picture that has been annotated."""
     counts = Counter(map(os.path.basename, pictures))
     by_name = {name: each for each in pictures if counts[name := os.path.basename(each)] == 1}
     known, found = set(pictures), dict[str, tuple[str, list[Any]]]()
-    for position, task in enumerate(tasks):
-        place, marks, address = f"[{position}]", _marks(task), _address(task)
-        if isinstance(task, dict) and "id" in task:
-            place = f"[{position}] (id {task['id']!r:.20})"
+    for position, item in enumerate(tasks):
+        place, marks, address = f"[{position}]", _marks(item), _address(item)
+        if isinstance(item, dict) and "id" in item:
+            place = f"[{position}] (id {item['id']!r:.20})"
         if address is None:
             collector.faults.append(f"{place} names no picture")
         elif (picture := _picture(address, known, by_name)) is None:
@@ -123,22 +123,22 @@ def _annotated(
     return found
 
 
-def _marks(task: Any) -> list[Any] | None:
+def _marks(item: Any) -> list[Any] | None:
     """Return the regions of a task; None if nobody has annotated it."""
-    if not isinstance(task, dict):
+    if not isinstance(item, dict):
         return None
-    if isinstance(task.get("annotations"), list):
-        valid = [each for each in task["annotations"] if isinstance(each, dict) and not each.get("was_cancelled")]
+    if isinstance(item.get("annotations"), list):
+        valid = [each for each in item["annotations"] if isinstance(each, dict) and not each.get("was_cancelled")]
         results = [each.get("result") for each in sorted(valid, key=lambda each: str(each.get("updated_at")))]
         return results[-1] if results and isinstance(results[-1], list) else None
     # JSON-MIN: a list of regions under the name of the tag.
-    lists = [each for each in task.values() if isinstance(each, list) and any(isinstance(one, dict) for one in each)]
+    lists = [each for each in item.values() if isinstance(each, list) and any(isinstance(one, dict) for one in each)]
     return [{"value": each, "type": "labels"} for each in lists[0]] if lists else None
 
 
-def _address(task: Any) -> str | None:
+def _address(item: Any) -> str | None:
     """Return the address of a task's picture."""
-    values: Any = task.get("data", task) if isinstance(task, dict) else {}
+    values: Any = item.get("data", item) if isinstance(item, dict) else {}
     texts = [each for each in values.values() if isinstance(each, str)] if isinstance(values, dict) else []
     return next((each for each in texts if any(has_extension(name, EXTENSIONS) for name in _paths(each))), None)
 
@@ -166,7 +166,9 @@ def _picture(address: str, pictures: set[str], by_name: Mapping[str, str]) -> st
     return None
 
 
-def _add_mark(collector: Collector, place: str, mark: Any, size: tuple[int, int], left_out: SkippedItems) -> None:
+def _add_mark(
+    collector: AnnotationCollector, place: str, mark: Any, size: tuple[int, int], left_out: SkippedItems
+) -> None:
     """Add the object of a region, or report it."""
     value = mark.get("value") if isinstance(mark, dict) else None
     labels: Any = next((value[key] for key in _LABELS if value.get(key)), None) if isinstance(value, dict) else None

@@ -18,7 +18,7 @@ from paceline.parsing.files import SkippedItems, has_extension, list_files
 from paceline.plugins.dataset_registry import Place, dataset
 from paceline.recipe.data import Data
 from paceline_vision.detection.annotations import (
-    Collector,
+    AnnotationCollector,
     begins_with,
     box_dataset,
     ellipse,
@@ -57,7 +57,7 @@ def open_labelme(data: Data) -> BoxDataset:
     root, left_out = existing_folder(data, "pictures with labelme's JSON files"), SkippedItems()
     files = list_files(root, left_out)
     pictures = {each for each in files if has_extension(each, EXTENSIONS)}
-    collector, found = Collector(root, root, _RULE), dict[str, tuple[str, list[Any]]]()
+    collector, found = AnnotationCollector(root, root, _RULE), dict[str, tuple[str, list[Any]]]()
     for name in files:
         if not name.endswith(".json"):
             continue
@@ -92,7 +92,9 @@ def _picture(name: str, said: Any, pictures: set[str]) -> str | None:
     return next((each for each in (*named, *own) if each in pictures), None)
 
 
-def _add_shapes(collector: Collector, split: str, name: str, shapes: list[Any], left_out: SkippedItems) -> None:
+def _add_shapes(
+    collector: AnnotationCollector, split: str, name: str, shapes: list[Any], left_out: SkippedItems
+) -> None:
     """Add the objects of a file."""
     groups: dict[tuple[str, Any], tuple[str, list[list[float]]]] = {}
     for position, shape in enumerate(shapes):

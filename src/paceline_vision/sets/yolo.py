@@ -24,7 +24,13 @@ from paceline.parsing.files import SkippedItems, has_extension, list_files
 from paceline.parsing.plain_yaml import load_plain
 from paceline.plugins.dataset_registry import Place, dataset
 from paceline.recipe.data import Data
-from paceline_vision.detection.annotations import Collector, box_dataset, existing_folder, read_content, sizes_of
+from paceline_vision.detection.annotations import (
+    AnnotationCollector,
+    box_dataset,
+    existing_folder,
+    read_content,
+    sizes_of,
+)
 from paceline_vision.detection.dataset import BoxDataset
 from paceline_vision.inspection import WITH_BOXES
 
@@ -154,7 +160,7 @@ def open_yolo(data: Data) -> BoxDataset:
                 f"has labels of the class {highest}, and no file of class names: add classes.txt, or correct them.",
             )
         names = [str(number) for number in range(highest + 1)]
-    collector = Collector(root, root, _RULE, names)
+    collector = AnnotationCollector(root, root, _RULE, names)
     for picture, size in sizes.items():
         split = _split(picture, folders)
         if split is None:
@@ -193,7 +199,7 @@ def _objects(root: Path, name: str) -> Iterator[tuple[str, int | None, list[floa
 
 
 def _add(
-    collector: Collector,
+    collector: AnnotationCollector,
     split: str,
     place: str,
     number: int | None,

@@ -20,7 +20,7 @@ from golden_sentences import raises
 
 from paceline.errors import DataError, VersionError
 from paceline_data.reviewing.apply import Applied, apply_plan
-from paceline_data.reviewing.plan import ChangedError, Decision, Plan, content_digest
+from paceline_data.reviewing.plan import ChangedError, Decision, ReviewPlan, content_digest
 
 FILES = ("cat/1.jpg", "cat/2.jpg", "cat/3.jpg", "dog/1.jpg", "dog/2.jpg")
 
@@ -36,15 +36,15 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> Plan:
-    return Plan(tmp_path / "photos-review" / "plan.jsonl")
+def plan(tmp_path: Path) -> ReviewPlan:
+    return ReviewPlan(tmp_path / "photos-review" / "plan.jsonl")
 
 
 def contents(root: Path) -> dict[str, str]:
     return {str(path.relative_to(root)): path.read_text() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-def decide(plan: Plan, photos: Path, file: str, action: Any, to: str | None = None) -> Decision:
+def decide(plan: ReviewPlan, photos: Path, file: str, action: Any, to: str | None = None) -> Decision:
     plan.refresh()
     decision = Decision(file, action, content_digest(photos / file), to)
     plan.record(decision, plan.decisions.get(file))
@@ -55,7 +55,7 @@ def undo(applied: Applied) -> None:
     subprocess.run(["sh", str(applied.undo)], check=True)
 
 
-def test_files_are_moved_and_moved_back(photos: Path, plan: Plan) -> None:
+def test_files_are_moved_and_moved_back(photos: Path, plan: ReviewPlan) -> None:
     before = contents(photos)
     for file, action, to in (
         ("cat/1.jpg", "move", "dog"),  # whose name is taken there
@@ -66,7 +66,7 @@ def test_files_are_moved_and_moved_back(photos: Path, plan: Plan) -> None:
     ):
         decide(plan, photos, file, action, to)
     assert contents(photos) == before
-    applied = apply_plan(Plan(plan.path), photos)
+    applied = apply_plan(ReviewPlan(plan.path), photos)
     assert len(applied.moved) == 2
     left = contents(photos)
     (new,) = left.keys() - before.keys()
@@ -80,7 +80,7 @@ def test_files_are_moved_and_moved_back(photos: Path, plan: Plan) -> None:
     assert contents(photos) == before
 
 
-def test_moves_of_two_plans_are_undone_from_the_last(photos: Path, plan: Plan) -> None:
+def test_moves_of_two_plans_are_undone_from_the_last(photos: Path, plan: ReviewPlan) -> None:
     before = contents(photos)
     decide(plan, photos, "cat/3.jpg", "move", "dog")
     apply_plan(plan, photos)
@@ -89,7 +89,7 @@ def test_moves_of_two_plans_are_undone_from_the_last(photos: Path, plan: Plan) -
     assert contents(photos) == before
 
 
-def test_an_emptied_class_goes_and_comes_back(photos: Path, plan: Plan) -> None:
+def test_an_emptied_class_goes_and_comes_back(photos: Path, plan: ReviewPlan) -> None:
     for file in ("dog/1.jpg", "dog/2.jpg"):
         decide(plan, photos, file, "move", "cat")
     applied = apply_plan(plan, photos)
@@ -98,7 +98,7 @@ def test_an_emptied_class_goes_and_comes_back(photos: Path, plan: Plan) -> None:
     assert set(contents(photos)) == set(FILES)
 
 
-def test_splits_keep_their_files(tmp_path: Path, plan: Plan) -> None:
+def test_splits_keep_their_files(tmp_path: Path, plan: ReviewPlan) -> None:
     root = tmp_path / "photos"
     for name in ("train/cat/1.jpg", "train/dog/1.jpg", "val/cat/2.jpg"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -108,35 +108,35 @@ def test_splits_keep_their_files(tmp_path: Path, plan: Plan) -> None:
     assert (root / "val/dog/2.jpg").read_text() == "val/cat/2.jpg"
 
 
-def _changed(photos: Path, plan: Plan) -> None:
+def _changed(photos: Path, plan: ReviewPlan) -> None:
     (photos / "cat/2.jpg").write_text("other")
 
 
-def _gone(photos: Path, plan: Plan) -> None:
+def _gone(photos: Path, plan: ReviewPlan) -> None:
     (photos / "cat/2.jpg").unlink()
 
 
-def _linked(photos: Path, plan: Plan) -> None:
+def _linked(photos: Path, plan: ReviewPlan) -> None:
     (photos / "dog/link.jpg").symlink_to("../cat/2.jpg")
 
 
-def _behind_a_link(photos: Path, plan: Plan) -> None:
+def _behind_a_link(photos: Path, plan: ReviewPlan) -> None:
     (photos / "cat").rename(photos.parent / "elsewhere")
     (photos / "cat").symlink_to("../elsewhere")
 
 
-def _pipe(photos: Path, plan: Plan) -> None:
+def _pipe(photos: Path, plan: ReviewPlan) -> None:
     (photos / "cat/2.jpg").unlink()
     os.mkfifo(photos / "cat/2.jpg")
 
 
-def _taken(photos: Path, plan: Plan) -> None:
+def _taken(photos: Path, plan: ReviewPlan) -> None:
     digest = content_digest(photos / "cat/1.jpg")[:12]
     (photos / "dog" / f"1-{digest}.jpg").write_text("there")
 
 
 @pytest.mark.parametrize("change", [_changed, _gone, _linked, _behind_a_link, _pipe, _taken])
-def test_nothing_is_moved_if_one_file_cannot_be(change: Callable[..., None], photos: Path, plan: Plan) -> None:
+def test_nothing_is_moved_if_one_file_cannot_be(change: Callable[..., None], photos: Path, plan: ReviewPlan) -> None:
     decide(plan, photos, "cat/1.jpg", "move", "dog")
     decide(plan, photos, "cat/2.jpg", "aside")
     change(photos, plan)
@@ -151,7 +151,7 @@ def test_nothing_is_moved_if_one_file_cannot_be(change: Callable[..., None], pho
 @pytest.mark.parametrize(
     "file", ["../outside.jpg", "/etc/passwd", "cat/../../outside.jpg", "cat//1.jpg", "1.jpg", "cat", "cat/in/1.jpg", ""]
 )
-def test_a_plan_reaches_no_other_file(file: str, photos: Path, plan: Plan) -> None:
+def test_a_plan_reaches_no_other_file(file: str, photos: Path, plan: ReviewPlan) -> None:
     (photos.parent / "outside.jpg").write_text("outside")
     with plan.locked() as lines:
         line = {"file": file, "action": "aside", "digest": content_digest(photos.parent / "outside.jpg")}
@@ -161,7 +161,7 @@ def test_a_plan_reaches_no_other_file(file: str, photos: Path, plan: Plan) -> No
     assert (photos.parent / "outside.jpg").exists()
 
 
-def test_a_class_that_does_not_exist_is_named(photos: Path, plan: Plan) -> None:
+def test_a_class_that_does_not_exist_is_named(photos: Path, plan: ReviewPlan) -> None:
     decide(plan, photos, "cat/1.jpg", "move", "dogs")
     with pytest.raises(DataError, match=r"there is no class 'dogs' to move to\. Did you mean 'dog'"):
         apply_plan(plan, photos)
@@ -188,12 +188,12 @@ def apply_killed(plan: Path, photos: Path, moves: int) -> None:
         rename(source, target)
 
     os.rename = counted  # type: ignore[assignment]  # the process ends here
-    apply_plan(Plan(plan), photos)
+    apply_plan(ReviewPlan(plan), photos)
 
 
 @pytest.mark.parametrize("undone", [True, False])
 @pytest.mark.parametrize("moves", [0, 1, 2, 3])  # three files, and then the plan gets its other name
-def test_killed_in_between_it_is_completed_or_undone(moves: int, undone: bool, photos: Path, plan: Plan) -> None:
+def test_killed_in_between_it_is_completed_or_undone(moves: int, undone: bool, photos: Path, plan: ReviewPlan) -> None:
     before = contents(photos)
     decide(plan, photos, "cat/1.jpg", "move", "dog")
     decide(plan, photos, "cat/2.jpg", "aside")
@@ -214,8 +214,8 @@ def test_killed_in_between_it_is_completed_or_undone(moves: int, undone: bool, p
     assert contents(photos) == before
 
 
-def test_the_second_reviewer_is_told(photos: Path, plan: Plan) -> None:
-    other = Plan(plan.path)
+def test_the_second_reviewer_is_told(photos: Path, plan: ReviewPlan) -> None:
+    other = ReviewPlan(plan.path)
     first = decide(plan, photos, "cat/1.jpg", "move", "dog")
     second = Decision("cat/1.jpg", "keep", first.digest)
     with raises(ChangedError):
@@ -229,7 +229,7 @@ def test_the_second_reviewer_is_told(photos: Path, plan: Plan) -> None:
 
 def decide_many(path: Path, barrier: Barrier) -> None:
     """Decide about each file if nobody has, and exit with the number of these."""
-    plan, decided = Plan(path), 0
+    plan, decided = ReviewPlan(path), 0
     for number in range(50):
         barrier.wait(60)
         with contextlib.suppress(ChangedError):
@@ -238,7 +238,7 @@ def decide_many(path: Path, barrier: Barrier) -> None:
     sys.exit(decided)
 
 
-def test_of_two_processes_one_decides(plan: Plan) -> None:
+def test_of_two_processes_one_decides(plan: ReviewPlan) -> None:
     barrier = multiprocessing.get_context("fork").Barrier(2)
     writers = [in_a_process(decide_many, plan.path, barrier) for _ in range(2)]
     for each in writers:
@@ -248,34 +248,34 @@ def test_of_two_processes_one_decides(plan: Plan) -> None:
     assert len(plan.decisions) == len(plan.changed) == 50
 
 
-def test_a_line_that_was_being_written_is_dropped(photos: Path, plan: Plan) -> None:
+def test_a_line_that_was_being_written_is_dropped(photos: Path, plan: ReviewPlan) -> None:
     decide(plan, photos, "cat/1.jpg", "keep")
     with plan.path.open("ab") as file:
         file.write(b'{"file": "cat/2.jpg", "act')
     decide(plan, photos, "cat/3.jpg", "keep")
-    other = Plan(plan.path)
+    other = ReviewPlan(plan.path)
     other.refresh()
     assert set(other.decisions) == {"cat/1.jpg", "cat/3.jpg"}
 
 
-def test_a_first_line_that_was_being_written_is_completed(photos: Path, plan: Plan) -> None:
+def test_a_first_line_that_was_being_written_is_completed(photos: Path, plan: ReviewPlan) -> None:
     plan.path.parent.mkdir()
     plan.path.write_bytes(b'{"paceline_rev')
     decide(plan, photos, "cat/1.jpg", "keep")
-    other = Plan(plan.path)
+    other = ReviewPlan(plan.path)
     other.refresh()
     assert set(other.decisions) == {"cat/1.jpg"}
 
 
-def test_a_last_line_without_an_end_counts(photos: Path, plan: Plan) -> None:
+def test_a_last_line_without_an_end_counts(photos: Path, plan: ReviewPlan) -> None:
     decide(plan, photos, "cat/1.jpg", "aside")
     plan.path.write_bytes(plan.path.read_bytes().rstrip(b"\n"))
     assert len(apply_plan(plan, photos).moved) == 1
 
 
-def test_a_plan_that_was_applied_meanwhile_begins_anew(photos: Path, plan: Plan) -> None:
+def test_a_plan_that_was_applied_meanwhile_begins_anew(photos: Path, plan: ReviewPlan) -> None:
     decide(plan, photos, "cat/1.jpg", "aside")
-    apply_plan(Plan(plan.path), photos)
+    apply_plan(ReviewPlan(plan.path), photos)
     decide(plan, photos, "cat/2.jpg", "keep")
     assert set(plan.decisions) == {"cat/2.jpg"}
     assert plan.changed == ["cat/1.jpg", "cat/1.jpg", "cat/2.jpg"]
@@ -293,7 +293,7 @@ def test_a_plan_that_was_applied_meanwhile_begins_anew(photos: Path, plan: Plan)
         ('{"paceline_review": 1}\n[]\n', DataError),
     ],
 )
-def test_another_file_is_refused_as_it_is(text: str, kind: type[DataError], photos: Path, plan: Plan) -> None:
+def test_another_file_is_refused_as_it_is(text: str, kind: type[DataError], photos: Path, plan: ReviewPlan) -> None:
     plan.path.parent.mkdir()
     plan.path.write_text(text)
     with raises(kind):

@@ -18,7 +18,7 @@ from PIL import Image
 
 from paceline_data.reviewing.apply import Applied
 from paceline_data.reviewing.find import Doubt, Found
-from paceline_data.reviewing.plan import Plan
+from paceline_data.reviewing.plan import ReviewPlan
 from paceline_data.reviewing.server import ReviewServer
 
 HOSTILE = "<script>alert(1)</script>\u202egpj.jpg"
@@ -82,7 +82,7 @@ def server(photos: Path) -> Iterator[ReviewServer]:
     def on_applied(applied: Applied) -> list[str]:
         return [f"moved {len(applied.moved)}"]
 
-    plan = Plan(photos.parent / "photos-review" / "plan.jsonl")
+    plan = ReviewPlan(photos.parent / "photos-review" / "plan.jsonl")
     with ReviewServer(Found(photos, doubts, ()), plan, 0, on_applied) as served:
         thread = threading.Thread(target=served.serve_forever, args=(0.01,))
         thread.start()
@@ -142,7 +142,7 @@ def test_a_decision_is_in_the_plan_at_once(client: Client, server: ReviewServer)
     status, told = client.decide(1, "move", to=0)
     assert status == 200
     assert told["decisions"] == {"1": {"action": "move", "to": 0}}
-    plan = Plan(server.plan.path)
+    plan = ReviewPlan(server.plan.path)
     plan.refresh()
     assert plan.decisions["dog/2.jpg"].to == "cat"
     status, told = client.decide(1, "keep")  # by a page that does not know of it

@@ -322,7 +322,7 @@ def test_predictions_are_those_of_evaluation(trained: Path, pictures: Path, eval
     assert any(given)
     answers = answers_of(trained, pictures, evaluated)
     assert [each.description() == "no label" for each in answers] == [not each for each in given]
-    served = _shown("0.png", answers[0], 9, boxes=False)
+    served = _shown("0.png", answers[0], 9, open_predictor(trained, device=torch.device("cpu")))
     assert (set(served.labels), served.numbers) == (given[0], answers[0].numbers)
     (pictures / "broken.png").write_bytes(b"no picture")
     assert "1 of them unreadable" in output_of(Predict, trained, pictures, "--output", tmp_path / "out.csv")
