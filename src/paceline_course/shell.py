@@ -42,13 +42,13 @@ def run(command: str, *, seconds: float = 120, env: Mapping[str, str] | None = N
         **(env or {}),
     }
     with tempfile.TemporaryDirectory() as folder:
-        log, messages = Path(folder) / "output", Path(folder) / "messages"
-        errors = messages if quiet else subprocess.STDOUT
+        log, messages = (Path(folder) / name for name in ("output", "messages"))
+        messages.touch()
         with ProcessGroup() as group:
+            errors = messages if quiet else subprocess.STDOUT
             child = group.start(shlex.split(command), env=variables, stdout=log, stderr=errors)
             ending = group.wait(seconds)
-        output = log.read_text(encoding="utf-8", errors="replace")
-        said = messages.read_text(encoding="utf-8", errors="replace") if quiet else ""
+        output, said = (each.read_text(encoding="utf-8", errors="replace") for each in (log, messages))
     if ending.reason:
         raise CommandError(f"`{command}` was still running after {seconds:g} s and was ended.")
     if not quiet:
