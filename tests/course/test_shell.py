@@ -17,7 +17,7 @@ def test_output_is_printed_and_returned(tmp_path: Path, capsys: pytest.CaptureFi
     script.write_text("import os, sys\nprint('out', os.environ['OMP_NUM_THREADS'])\nprint('err', file=sys.stderr)\n")
     assert run(f"python {script}") == "out 1\nerr\n"
     assert capsys.readouterr().out == "out 1\nerr\n"
-    assert run(f"python {script}", quiet=True, env={"OMP_NUM_THREADS": "2"}) == "out 2\nerr\n"
+    assert run(f"python {script}", quiet=True, env={"OMP_NUM_THREADS": "2"}) == "out 2\n"
     assert capsys.readouterr().out == ""
 
 
