@@ -1,4 +1,4 @@
-"""A service of `paceline serve` in a process of its own."""
+"""A service of `paceline serve` in a separate process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 120
 
 
 class Serving:
-    """A service in a process of its own."""
+    """A service in a separate process."""
 
     def __init__(self, target: Path, folder: Path, *options: object) -> None:
         self.log = folder / "serve.err"

@@ -185,7 +185,7 @@ class Predictor(ABC):
         raise RecipeError(f"the weights in {self._saved.path} are not a language model and take no prompt; give files.")
 
     def pieces(self, prompt: Prompt) -> Iterator[str]:
-        """Yield the text that follows a prompt as it is written, piece by piece; pieces may be empty.
+        """Yield the text that follows a prompt in pieces, while it is written; pieces may be empty.
 
         Raises:
             RecipeError: If they do not, as by default.

@@ -1,4 +1,4 @@
-"""Find the images to review, in a process of its own: what a network needs is freed before the page is served."""
+"""Find the images to review, in a separate process: what a network needs is freed before the page is served."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _doubts(report: DataReport, labels: WrongLabels | None, root: Path) -> Itera
 
 
 def in_a_child(function: Callable[[], Any]) -> Any:
-    """Return the result of a function that runs in a process of its own, or raise its PacelineError.
+    """Return the result of a function that runs in a separate process, or raise its PacelineError.
 
     Raises:
         PacelineError: If the process is killed.

@@ -107,7 +107,7 @@ class ReviewServer(ThreadingHTTPServer):
         return hmac.compare_digest(token.encode(), self._token.encode())
 
     def doubts(self) -> dict[str, Any]:
-        """Return everything that is to be reviewed, with names as they are shown."""
+        """Return everything to review, with the names that are shown."""
         self.plan.refresh()
         classes = {name: number for number, name in enumerate(self._classes)}
         kinds = list(dict.fromkeys(each.kind for each in self._doubts))

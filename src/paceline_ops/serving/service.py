@@ -187,7 +187,7 @@ class Service:
         return reply
 
     async def pieces(self, prompt: Prompt) -> AsyncGenerator[str, None]:
-        """Yield the text that follows a prompt, as it is written; requests take turns, a token each.
+        """Yield the text that follows a prompt, while it is written; requests take turns, a token each.
 
         Raises:
             HTTPException: If it cannot be answered, or too many wait.

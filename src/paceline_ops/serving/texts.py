@@ -1,4 +1,4 @@
-"""The route of a service of texts: classes, tags, masked words, or text that goes on."""
+"""The route of a service of texts: classes, tags, masked words, or text that continues a prompt."""
 
 from __future__ import annotations
 

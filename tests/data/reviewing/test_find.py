@@ -1,4 +1,4 @@
-"""What is shown of a folder, in which order, and how a search that ends badly is told."""
+"""What is shown of a folder, in which order, and how a failed search is reported."""
 
 from __future__ import annotations
 
