@@ -88,7 +88,7 @@ def choose_segmenter(name: str, source: str, overrides: Sequence[str]) -> FirstR
     except DataError as error:
         if error.key != "data.mask_values" or "data.mask_values" in given:
             raise
-        values["data.mask_values"] = list(error.value)  # type: ignore[call-overload]  # the values that it names
+        values["data.mask_values"] = list(error.value)  # type: ignore[call-overload]  # an error's value has no type; here it is a list
         found = _masks(name, replace(data, mask_values=tuple(values["data.mask_values"])))
         reasons.append(f"data.mask_values={values['data.mask_values']}: the masks hold only 0 and 255")
     published, why = _published("segmentation", recipe, given)

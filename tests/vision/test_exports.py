@@ -390,7 +390,7 @@ def test_cvats_masks_and_turned_boxes_are_read(tmp_path: Path) -> None:
 
 
 def test_pictures_turn_as_their_labels_do(tmp_path: Path) -> None:
-    """labelme and YOLO's labels are of the picture as it is shown; COCO's of the stored pixels."""
+    """labelme and YOLO label the displayed picture; COCO labels the stored pixels."""
     labelme(tmp_path, [Picture("picture_00.png", (("nut", (2, 2, 12, 12)),))])
     exif = Image.Exif()
     exif[0x0112] = 6

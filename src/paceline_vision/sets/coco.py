@@ -102,8 +102,8 @@ def _annotation_files(root: Path, left_out: SkippedItems) -> dict[str, Path]:
 
 def _picture_folder(root: Path, file: Path, tree: Any) -> Path:
     """Return the folder in which the most of the first pictures are; if none is found, the usual one."""
-    name, beside = file.stem.removeprefix(_START), file.parent
-    usual = [root / name, root / "images" / name] if beside.name == "annotations" else [beside, beside / "images"]
+    name, parent = file.stem.removeprefix(_START), file.parent
+    usual = [root / name, root / "images" / name] if parent.name == "annotations" else [parent, parent / "images"]
     images = tree.get("images") if isinstance(tree, dict) else None
     entries = [each for each in images[:_TRIED] if isinstance(each, dict)] if isinstance(images, list) else []
     names = [str(each.get("file_name")).replace("\\", "/") for each in entries]
@@ -111,7 +111,7 @@ def _picture_folder(root: Path, file: Path, tree: Any) -> Path:
     def present(folder: Path) -> int:
         return sum(os.path.isfile(folder / name) for name in names)
 
-    bases = (root, beside, beside.parent) if beside.name == "annotations" else (root, beside)
+    bases = (root, parent, parent.parent) if parent.name == "annotations" else (root, parent)
     others = [folder for base in bases for folder in (base / "images", base, *sorted(base.glob("images/*/")))]
     return max(dict.fromkeys([*usual, *others]), key=present)
 

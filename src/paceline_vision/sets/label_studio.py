@@ -144,7 +144,7 @@ def _address(item: Any) -> str | None:
 
 
 def _paths(address: str) -> Iterator[str]:
-    """Return the paths that an address may stand for; that of `/data/local-files/?d=a/b.png` is a/b.png."""
+    """Return the paths that an address may stand for, such as a/b.png for a local file served with ``d=a/b.png``."""
     try:
         parts = urlsplit(address.replace("\\", "/"))
     except ValueError:  # a text that begins as an address

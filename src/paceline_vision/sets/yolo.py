@@ -116,11 +116,11 @@ def _split_folders(root: Path, described: Mapping[str, Any]) -> dict[str, str]:
 def _label_file(picture: PurePath) -> tuple[str, str]:
     """Return where a picture's labels may be: with `labels` in place of the last folder `images`, or next to it."""
     parts = list(picture.with_suffix(".txt").parts)
-    beside = os.path.join(*parts)
+    same_folder = os.path.join(*parts)
     at = next((at for at in range(len(parts) - 2, -1, -1) if parts[at] == "images"), None)
     if at is not None:
         parts[at] = "labels"
-    return os.path.join(*parts), beside
+    return os.path.join(*parts), same_folder
 
 
 def _split(picture: str, folders: Mapping[str, str]) -> str | None:

@@ -135,6 +135,6 @@ def test_of_a_real_run_they_are_the_events(
         for row, each in zip(frame.to_dict("records"), expected, strict=True):
             flat = {key: value for key, value in each.items() if key != "event" and not isinstance(value, dict)}
             for key, value in flat.items():
-                # Whole numbers are read as fractions where some rows have none, lists as they are written.
+                # Where some rows have no value, pandas reads whole numbers as fractions; lists are read as text.
                 read = type(value)(row[key]) if row[key] == value else row[key]
                 assert (value is None and read != read) or json.dumps(value) in (json.dumps(read), read), key
