@@ -118,3 +118,14 @@ def test_a_record_says_what_a_model_was_trained_on(paceline_here: Call, photos: 
     document = paceline_here("record", run, "--json").ended(0).document
     assert "cannot be opened here" in document["unknown"][0]
     assert document["data"]["train_samples"] == 16
+
+
+def test_a_run_that_has_not_ended_has_a_record_too(paceline_here: Call, run: Path) -> None:
+    whole = paceline_here("record", run, "--json").ended(0).document["ledger"]["sha256"]
+    (run / "summary.json").unlink()
+    document = paceline_here("record", run, "--json").ended(0).document
+    assert document["ledger"] == {"sha256": whole}
+    assert [each.partition(":")[0] for each in document["unknown"]] == [
+        "whether the ledger is whole",
+        "status and digest of the weights",
+    ]

@@ -117,9 +117,9 @@ def record(options: Record, log: Log) -> TrainingRecord:
     """
     run = existing_run(options.run.absolute())
     log("reading the ledger")
-    ledger = _ledger(run)
-    log("opening the data")
     tree, environment, unknown = read_recipe(run), read_environment(run), list[str]()
+    ledger = _ledger(run, unknown)
+    log("opening the data")
     data = _data(run, tree, environment, unknown)
     found = TrainingRecord(
         run=options.run,
@@ -148,7 +148,7 @@ def _facts(run: RunDirectory, tree: Json, unknown: list[str]) -> Json:
     try:
         summary = read_summary(run)
     except RunDirectoryError:
-        unknown.append("status and weights: the run has not ended, or was killed")
+        unknown.append("status and digest of the weights: the run has not ended, or was killed")
         return facts
     names = ("status", "step", "epoch", "samples", "resumes", "world_size", "weights_sha256", "ema_sha256")
     return {**facts, **{name: getattr(summary, name) for name in names}}
@@ -211,16 +211,16 @@ def _may_state(path: Path) -> bool:
 # ------------------------------------------------------------------------------------------------ ledger
 
 
-def _ledger(run: RunDirectory) -> Json:
+def _ledger(run: RunDirectory, unknown: list[str]) -> Json:
     """Return what the ledger proves, and a digest of which samples each step used, whatever the number of ranks."""
-    audit = audit_run(run.root)
-    return {
-        "passed": audit.passed,
-        "steps": audit.steps,
-        "epochs": [each.name for each in audit.epochs],
-        "objections": list(audit.objections),
-        "sha256": ledger_digest(run),
-    }
+    digest = {"sha256": ledger_digest(run)}
+    try:
+        audit = audit_run(run.root)
+    except RunDirectoryError as error:
+        unknown.append(f"whether the ledger is whole: {error}")
+        return digest
+    epochs = [each.name for each in audit.epochs]
+    return {"passed": audit.passed, "steps": audit.steps, "epochs": epochs, "objections": audit.objections, **digest}
 
 
 def ledger_digest(run: RunDirectory) -> str:
