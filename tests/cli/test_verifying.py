@@ -28,8 +28,8 @@ class Faulty(paceline.ImageClassification):
     def loss(self, model, batch):
         loss = super().loss(model, batch)
         where = (batch.slice.step, int(os.environ.get("RANK", "0")))
-        # Not in the trial steps before the run, which save nothing.
-        has_begun = os.path.exists(f"run/checkpoints/step-{STEP:08d}")
+        # Not in the trial steps before the run, which save nothing; a save ends before the next begins.
+        has_begun = os.path.exists("run/checkpoints/step-00000004")
         if FAULT == "loss" and where == (STEP, RANK) and has_begun and not done:
             done.add(where)
             loss = loss * (1 + 2 ** -20)

@@ -34,7 +34,7 @@ _MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
-class _Step:
+class KeptStep:
     """The first step after a checkpoint, as it was computed in training.
 
     Attributes:
@@ -55,7 +55,7 @@ class StepVerifier:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._step: _Step | None = None
+        self._step: KeptStep | None = None
         self._copies = HostCopies()
         self._is_on = run.plan.verify_every_steps is not None
 
@@ -63,7 +63,7 @@ class StepVerifier:
         """After a step, keep its digests if it is the first after a save."""
         run, path = self._run, self._run.directory.checkpoints / self._run.saved_name
         if self._is_on and run.progress.position == run.saved_position + 1 and (step := step_of(path)) is not None:
-            self._step = _Step(run.saved_name, step, run.saved_position, self._digests())
+            self._step = KeptStep(run.saved_name, step, run.saved_position, self._digests())
 
     def check(self) -> bool:
         """If a check is due and there is a step to check, compute it again; a collective.
@@ -104,7 +104,7 @@ class StepVerifier:
             _add_digests(found, name, component.state_dict())
         return found
 
-    def _read(self, kept: _Step) -> Mapping[str, Any]:
+    def _read(self, kept: KeptStep) -> Mapping[str, Any]:
         return read_components(self._run.directory.checkpoints / kept.checkpoint, tuple(self._components()))
 
     @contextlib.contextmanager
@@ -122,7 +122,7 @@ class StepVerifier:
         for name, component in self._components().items():
             component.load_state_dict(dict(states[name]))
 
-    def _differing(self, kept: _Step, states: Mapping[str, Any]) -> dict[int, tuple[str, Digests]]:
+    def _differing(self, kept: KeptStep, states: Mapping[str, Any]) -> dict[int, tuple[str, Digests]]:
         """Compute the step again; by rank whose result differs, its host and the new digests of what differs."""
         run, world = self._run, self._run.world
         swaps = run.plan.strategy == "ddp" and world.world_size == 2
@@ -136,7 +136,7 @@ class StepVerifier:
                 found[rank] = host, {name: again.get(name, "") for name in names}
         return found
 
-    def _compute(self, kept: _Step, world: Any) -> None:
+    def _compute(self, kept: KeptStep, world: Any) -> None:
         """Take the step with the run's network and optimizer, and without its records."""
         run, replica = self._run, copy.copy(self._run)
         replica.progress = replace(run.progress, step=kept.step, skipped=kept.position - kept.step)
@@ -154,7 +154,7 @@ class StepVerifier:
             _time_by(run)
 
     def _fail(
-        self, kept: _Step, first: Mapping[int, tuple[str, Digests]], again: Mapping[int, tuple[str, Digests]]
+        self, kept: KeptStep, first: Mapping[int, tuple[str, Digests]], again: Mapping[int, tuple[str, Digests]]
     ) -> None:
         """End the run; where no two computations agree, an operation is not deterministic, and checks end.
 
