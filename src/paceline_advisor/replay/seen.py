@@ -26,6 +26,7 @@ from paceline.trainer.subject import Subject
 from paceline_advisor import Json, frozen, named, picked
 from paceline_advisor.commands import Seen
 from paceline_advisor.replay.points import in_folder_of, points_of
+from paceline_advisor.replay.verify import CannotTellError
 
 _MOST_STEPS = 12
 
@@ -108,12 +109,6 @@ class SeenReport:
         unknown = [each for each in self.sightings if each.unknown]
         ok = CannotTellError(f"cannot tell for {counted(len(unknown), 'run')}.") if unknown else True
         return Shown(title=", ".join(names) or self.sample, blocks=[Table(columns=columns, rows=rows), *lines], ok=ok)
-
-
-class CannotTellError(PacelineError):
-    """The samples of a run are not known here."""
-
-    exit_code = 3
 
 
 def look(options: Seen, log: Log) -> SeenReport:
