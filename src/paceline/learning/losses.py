@@ -30,6 +30,7 @@ _MOST_COLUMNS = 64
 BINS = 10
 # Above this, the probabilities of all classes would take as much memory as the network's answer.
 _MOST_CLASSES = 1000
+_MOST_PARTS, _FEW_NUMBERS = 16, 1 << 12
 
 _CLASS_SUMS = ("labels", "right", "groups", "right_right", "right_labels", "labels_labels")
 _NUMBER_SUMS = ("values", "target", "target_target", "answer", "answer_answer", "answer_target")
@@ -77,8 +78,8 @@ class _Sums:
 
 Parts = dict[str, _Sums]
 """Sums by name of the loss function."""
-Pending = list[tuple[str, int, float, dict[str, Tensor]]]
-"""Name of the function, width, label smoothing and sums of each call."""
+Pending = dict[tuple[str, int, float], dict[str, Tensor]]
+"""Sums by name of the function, width and label smoothing; ``range`` holds maxima, of the negative where low."""
 
 
 class Hook:
@@ -101,7 +102,7 @@ class LossWatcher(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pending: Pending = []
+        self._pending: Pending = {}
         self._seen: list[tuple[str, weakref.ref[Tensor], weakref.ref[Tensor]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -146,11 +147,17 @@ class LossWatcher(TorchFunctionMode):
         count = sums["counts"].sum() if is_of_classes else sums["sums"][0].sum()
         total = loss.double().sum() * (count if reduction == "mean" else 1)
         sums["loss"] = torch.stack((total, count.to(total.dtype)))
-        self._pending.append((name, width, float(options.get("label_smoothing", 0.0)), sums))
+        key = name, width, float(options.get("label_smoothing", 0.0))
+        if (before := self._pending.get(key)) is not None:  # an evaluation may have any number of batches
+            sums = {
+                each: (torch.maximum if each == "range" else torch.add)(before[each], value)
+                for each, value in sums.items()
+            }
+        self._pending[key] = sums
 
     def take(self) -> Pending:
         """Return what was seen since the last time, still on the device."""
-        pending, self._pending = self._pending, []
+        pending, self._pending = self._pending, {}
         return pending
 
     @contextmanager
@@ -202,16 +209,16 @@ def note_own(answer: Any, target: Any) -> None:
 def sums_of(pending: Pending) -> Parts:
     """Return what :meth:`LossWatcher.take` returned as sums on the host; waits for the device."""
     parts = []
-    for name, width, smoothing, tensors in pending:
+    for (name, width, smoothing), tensors in pending.items():
         values = {key: each.cpu().numpy() for key, each in tensors.items()}
-        low, high, off_one, *targets = values.pop("range").tolist()
-        target_low, target_high = targets or (math.inf, -math.inf)
+        below, high, off_one, *targets = values.pop("range").tolist()
+        target_below, target_high = targets or (-math.inf, -math.inf)
         found = _Sums(
             width=width,
-            low=low,
+            low=-below,
             high=high,
             off_one=off_one,
-            target_low=target_low,
+            target_low=-target_below,
             target_high=target_high,
             smoothing=smoothing,
             **values,
@@ -257,20 +264,24 @@ def _of_classes(name: str, answer: Tensor, target: Tensor, options: Mapping[str,
     labels, hits = per_group
     used = (labels > 0).sum().double()
     bins = torch.zeros(2 * BINS, dtype=torch.float64, device=answer.device)
-    sums = rows.float().sum(dim=-1)
-    if classes <= _MOST_CLASSES:
-        logs = rows.float() if name == "nll_loss" else rows.float().log_softmax(dim=-1)
-        place = (logs.amax(dim=-1).exp() * BINS).long().clamp(0, BINS - 1).reshape(-1)
-        bins.scatter_add_(0, place, valid.reshape(-1).double())
-        bins.scatter_add_(0, place + BINS, right.reshape(-1).double())
-        if name == "nll_loss":
-            sums = logs.exp().sum(dim=-1)
+    off_one = torch.zeros((), dtype=torch.float64, device=answer.device)
+    for part in _parts(rows):
+        logs = rows[part].float()
+        sums = logs.sum(dim=-1)
+        if classes <= _MOST_CLASSES:
+            logs = logs if name == "nll_loss" else logs.log_softmax(dim=-1)
+            place = (logs.amax(dim=-1).exp() * BINS).long().clamp(0, BINS - 1).reshape(-1)
+            bins.scatter_add_(0, place, valid[part].reshape(-1).double())
+            bins.scatter_add_(0, place + BINS, right[part].reshape(-1).double())
+            if name == "nll_loss":
+                sums = logs.exp().sum(dim=-1)
+        off_one = torch.maximum(off_one, (sums - 1).abs().amax().double())
     low, high = rows.aminmax()
     values = (labels.sum(), hits.sum(), used, (hits * hits).sum(), (hits * labels).sum(), (labels * labels).sum())
     return classes, {
         "sums": torch.cat((torch.stack(values), bins)),
         "counts": counts,
-        "range": torch.stack((low.double(), high.double(), (sums - 1).abs().amax().double())),
+        "range": torch.stack((-low.double(), high.double(), off_one)),
     }
 
 
@@ -278,15 +289,27 @@ def _of_numbers(answer: Tensor, target: Tensor) -> tuple[int, dict[str, Tensor]]
     if answer.shape != target.shape:
         raise ValueError("they are broadcast")
     width = answer.shape[1] if answer.ndim == 2 and answer.shape[1] <= _MOST_COLUMNS else 1
-    found, wanted = (each.reshape(-1, width).double() for each in (answer, target))
-    low, high = found.aminmax()
-    ones = torch.ones_like(found)
-    values = (ones, wanted, wanted * wanted, found, found * found, found * wanted)
+    rows = answer.reshape(-1, width), target.reshape(-1, width)
+    sums = torch.zeros((6, width), dtype=torch.float64, device=answer.device)
+    for part in _parts(rows[0]):
+        found, wanted = (each[part].double() for each in rows)
+        values = (torch.ones_like(found), wanted, wanted * wanted, found, found * found, found * wanted)
+        sums += torch.stack([each.sum(dim=0) for each in values])
+    (low, high), (target_low, target_high) = answer.aminmax(), target.aminmax()
+    limits = -low.double(), high.double(), torch.zeros_like(low).double(), -target_low.double(), target_high.double()
     return width, {
-        "sums": torch.stack([each.sum(dim=0) for each in values]),
+        "sums": sums,
         "counts": torch.full((width,), float(len(answer)), dtype=torch.float64, device=answer.device),
-        "range": torch.stack((low, high, torch.zeros_like(low), *wanted.aminmax())),
+        "range": torch.stack(limits),
     }
+
+
+def _parts(rows: Tensor) -> Iterator[slice]:
+    """Yield parts of many rows, of which a copy is small beside what the loss itself keeps of them."""
+    count = len(rows)
+    size = -(-count // max(1, min(_MOST_PARTS, count, rows.numel() // _FEW_NUMBERS)))
+    for begin in range(0, count, max(size, 1)):
+        yield slice(begin, begin + size)
 
 
 def described(parts: Parts) -> dict[str, dict[str, Any]]:
