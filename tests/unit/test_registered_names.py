@@ -473,7 +473,7 @@ def test_a_format_of_another_package(train_tiny: Any, tmp_path: Path, capsys: py
     assert run(["export", str(run_dir), "--format", "names", "--output", "b.names", "--quantize", "bf16"]) == 2
     assert "is for --format timm, safetensors, torch-export, not names" in capsys.readouterr().err
     assert run(["export", str(run_dir), "--format", "timm", "--output", str(tmp_path / "a.names")]) == 2
-    assert "a hub folder's name does not end in .names" in capsys.readouterr().err, "ours cannot be replaced"
+    assert "a folder's name does not end in .names" in capsys.readouterr().err, "ours cannot be replaced"
 
 
 @pytest.mark.usefixtures("stranger")
