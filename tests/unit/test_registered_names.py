@@ -463,7 +463,7 @@ def test_a_format_of_another_package(train_tiny: Any, tmp_path: Path, capsys: py
     capsys.readouterr()
     assert run(["export", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "[names|peft|timm|transformers|safetensors|onnx|torch-export]" in said
+    assert "[folder|names|peft|timm|transformers|safetensors|onnx|torch-export]" in said
     assert "names: names alone; peft: low-rank adapters alone;" in said
     assert run(["export", str(run_dir), "--format", "names", "--output", str(tmp_path / "a.names")]) == 0
     assert "Whoever reads names matches the network: largest difference 0.0e+00" in capsys.readouterr().out

@@ -92,7 +92,7 @@ def _description(request: ExportRequest, saved: SavedWeights) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _SharedRun(RunRecord):
-    """A run that shows nothing but predictions of the exported weights.
+    """A run that shows nothing but predictions of the exported weights, without the names of files.
 
     Attributes:
         origin: The weights.
@@ -103,8 +103,10 @@ class _SharedRun(RunRecord):
     def extra(self, name: str) -> Mapping[str, Any] | None:
         """Read a file of the last evaluation; None if it is of other weights."""
         found, evaluation = super().extra(name), self.origin.evaluation
-        is_own = found is not None and all(found.get(key) == evaluation.get(key, "") for key in ("step", "weights"))
-        return found if is_own else None
+        if found is None or any(found.get(key) != evaluation.get(key, "") for key in ("step", "weights")):
+            return None
+        nameless = [each | {"name": "held-out image"} for each in found.get("examples", ())]
+        return {**found, **({"examples": nameless} if nameless else {})}
 
 
 @dataclass(frozen=True, kw_only=True)
