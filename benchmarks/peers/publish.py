@@ -68,6 +68,8 @@ Time or memory of each trainer divided by Paceline's, median of the rounds. Belo
 """
 _AHEAD = """\
 Trainers ahead in the median, with minimum, maximum and rounds won: ratios, or figures where one was 0 or less."""
+_ROUNDS = """\
+Medians of the rounds. Each round, load and revision: `benchmarks/results/peers-*`. What each measures:"""
 _NO_GPU = "**Nothing here was measured on a GPU.**"
 _WITH_GPU = "GPU figures are [below](#on-a-gpu)."
 _GPU = """\
@@ -270,33 +272,25 @@ def _cell(row: Row, name: str) -> str:
 
 
 def _in_figures(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    lines = []
+    """Return the table of medians, what failed, and where each round is."""
+    titles = {name: each["title"] for result in results.values() for name, each in _contenders(result).items()}
+    names = [US, *(name for name in titles if name != US)]
+    lines = [f"| | {' | '.join(titles[name] for name in names)} |", "|---|" + "---|" * len(names)]
     for workload, result in results.items():
-        lines += _figures(workload, result)
+        for figure in result["figures"].values():
+            values = {name: each["values"]["median"] for name, each in figure["contenders"].items()}
+            cells = " | ".join(_number(values[name]) if name in values else "—" for name in names)
+            lines.append(f"| {_NAMES.get(workload, result['title'])}: {figure['title']} | {cells} |")
+    lines.append("")
+    for workload, result in results.items():
         for name, why in result["failed"].items():
             lines += [f"{name} failed at {workload}: {why.splitlines()[0]}", ""]
-    return lines
+    lines += [_ROUNDS, ""]
+    return [*lines, *(f"- {_NAMES[name]}: {each['title']}" for name, each in results.items() if name in _NAMES), ""]
 
 
-def _figures(workload: str, result: Mapping[str, Any]) -> list[str]:
-    """Return a workload's table: a row for each contender, the best first, and a column for each figure."""
-    figures, facts = list(result["figures"].values()), result["facts"]
-    first, *_ = figures
-    best = first["contenders"].items()
-    ordered = sorted(best, key=lambda each: each[1]["values"]["median"], reverse=first["more_is_better"])
-    titles = " | ".join(figure["title"] for figure in figures)
-    lines = [f"### {result['title']}", "", f"| | {titles} |", "|---|" + "---|" * len(figures)]
-    for name, each in ordered:
-        cells = (_cell_of(figure["contenders"][name]["values"]) for figure in figures)
-        lines.append(f"| {each['title']} | {' | '.join(cells)} |")
-    load = f"load {facts['load_average_before']:.1f} at the start"
-    rounds = f"{ordered[0][1]['values']['runs']} rounds of `{workload}` on {facts['cpu']}"
-    return [*lines, "", f"{rounds} at {facts['revision']}, {load}.", ""]
-
-
-def _cell_of(values: Mapping[str, float]) -> str:
-    median, least, most = (_number(values[part]) for part in ("median", "minimum", "maximum"))
-    return f"{median} ({least} to {most})"
+def _contenders(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    return next(iter(result["figures"].values()))["contenders"]
 
 
 def _number(value: float) -> str:

@@ -414,7 +414,7 @@ def bench() -> click.Group:
 # ------------------------------------------------------------------------------------------------ is it right?
 
 
-@command("prove", runs="paceline_advisor.prove.study:prove", group="Verify", place=2)
+@command("prove", runs="paceline_advisor.prove.study:prove", group="Verify", place=5)
 @frozen
 class Prove(RecipeCommand):
     """Prove that a recipe computes what it says, also with your own code.
@@ -435,7 +435,7 @@ class Prove(RecipeCommand):
     processes: Annotated[Count, "Compare with a run of N processes; 1 skips this."] = 2
 
 
-@command("drill", runs="paceline_advisor.drill.study:drill", group="Verify", place=3)
+@command("drill", runs="paceline_advisor.drill.study:drill", group="Verify", place=6)
 @frozen
 class Drill(RecipeCommand):
     """Kill and disturb runs of a recipe, and check that nothing is lost.
@@ -498,6 +498,41 @@ class Verify:
         "Relative difference of a tensor that counts as equal, wherever it is computed (default: none on the same kind "
         "of processor, threads and versions).",
     ] = None
+
+
+@command("seen", runs="paceline_advisor.replay.seen:look", group="Verify", place=3)
+@frozen
+class Seen:
+    """List the steps of each RUN that used SAMPLE, and the checkpoints that were saved before any use.
+
+    SAMPLE is a file of the data, the end of its path, another copy of the file, or the number of the sample. Steps come
+    from the ledger; the data are opened only to find a name.
+
+    Exits with 3 if the data of a run are not here, or have changed.
+
+    Examples:
+      paceline seen photos/cat/017.jpg runs/photos
+      paceline seen 17 runs/a runs/b --json
+    """
+
+    sample: Annotated[str, Shape(argument=True)]
+    runs: Annotated[tuple[Path, ...], Shape(metavar="RUN...", argument=True, recipe=True)]
+
+
+@command("record", runs="paceline_advisor.replay.record:record", group="Use", place=5)
+@frozen
+class Record:
+    """Say what the model of RUN was trained on.
+
+    Data with their digests, classes and licence texts, what the ledger proves, recipe, software, machine, weights, and
+    the runs that it continues.
+
+    Examples:
+      paceline record runs/photos --output photos.html
+    """
+
+    run: Annotated[Path, Shape(recipe=True)]
+    output: Annotated[Path | None, Shape(metavar="FILE.html"), "Also write it as one page."] = None
 
 
 # ------------------------------------------------------------------------------------------------ go back

@@ -38,11 +38,11 @@ EVALUATION_KEYS = {"split", "weights", "samples", "loss", "top1_accuracy", "top5
 
 IN_ORDER = {
     "Train": "train resume rewind fork watch launch",
-    "Use": "evaluate predict export serve report",
+    "Use": "evaluate predict export serve report record",
     "Data": "check-data review pack",
     "Before a run": "estimate plan scale",
     "Advise": "doctor find-lr find-batch tune",
-    "Verify": "audit verify prove drill",
+    "Verify": "audit verify seen prove drill",
     "Study": "bench roofline noise-scale sweep-batch landscape formulas",
     "More": "recipes models explain import labs env mlperf completion",
 }

@@ -378,6 +378,7 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         "checkpoint": checkpoint,
         "step record": every("log", plan.log_every_steps),
         "noise scale": every("noise_scale", each) if (each := plan.noise_scale_every_steps) else None,
+        "verification": every("verify", each) if (each := plan.verify_every_steps) else None,
         "profile": f"steps {format_count(before_first + 1)} to {format_count(last)}" if plan.profile_steps else None,
     }
     return {name: line for name, line in lines.items() if line}

@@ -40,7 +40,7 @@ from paceline.recipe.running import Profile
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import unused_keys
 
-Occasion = Literal["evaluate", "checkpoint", "log", "noise_scale"]
+Occasion = Literal["evaluate", "checkpoint", "log", "noise_scale", "verify"]
 """What is done now and then."""
 
 # Steps of the first records of a run with long record intervals, so that problems show at once.
@@ -93,6 +93,7 @@ class Plan(TaskFacts, Compiled, Rates):
     checkpoint_every_seconds: float | None
     log_every_steps: int
     noise_scale_every_steps: int | None
+    verify_every_steps: int | None
     moments: dict[Occasion, tuple[int, ...]] = field(default_factory=dict)
     unfreeze_steps: dict[str, int] = field(default_factory=dict)
     freeze_after_steps: dict[str, int] = field(default_factory=dict)
@@ -149,6 +150,7 @@ class Plan(TaskFacts, Compiled, Rates):
             "checkpoint": self.checkpoint_every_steps,
             "log": self.log_every_steps,
             "noise_scale": self.noise_scale_every_steps,
+            "verify": self.verify_every_steps,
         }[occasion]
         if every is None:
             return False
@@ -195,6 +197,7 @@ def make(
     rates = plan_schedule(recipe, epochs, total)
     parts = [each.logical_ranks for each in epochs.phases]
     strategy, why_strategy = choose_strategy(recipe, world.world_size, parts, network, machine.memory_bytes)
+    _check_verify(recipe, strategy, machine.device)
     threads, why_threads = resolve_threads(recipe, machine, world.local_world_size)
     largest = largest_micro_batch(recipe, micro, world.world_size)
     given = machine.reasons | {key: f"not used: {why}" for key, why in data.unused.items()} | data.reasons
@@ -265,6 +268,23 @@ def _check_facts(recipe: Recipe, data: DataFacts, machine: MachineFacts, task: T
         )
     if recipe.train.precision == "fp8" and (lacking := machine.lacks.get("fp8")):
         raise setting_error("train.precision", "fp8", f"is not available here: {lacking}; use bf16, or auto.")
+
+
+def _check_verify(recipe: Recipe, strategy: str, device: str) -> None:
+    """Check that a step can be computed again bit for bit from a checkpoint, if that is wanted."""
+    if (every := recipe.verify.every) is None:
+        return
+    lacks = {
+        "compares whole replicas, and parallel.strategy=fsdp has none; use parallel.strategy=ddp": strategy == "fsdp",
+        f"compares bits, which {device} repeats only with train.deterministic=true; set it": (
+            device != "cpu" and not recipe.train.deterministic
+        ),
+        "computes steps again from checkpoints, and checkpoint.every=off saves none; set it": (
+            recipe.checkpoint.every is None
+        ),
+    }
+    if problem := next((each for each, applies in lacks.items() if applies), None):
+        raise setting_error("verify.every", every, f"{problem}, or leave verify.every out.")
 
 
 def _explain_steps(recipe: Recipe, data: DataFacts, epochs: Epochs, total: int) -> dict[str, str]:
@@ -348,6 +368,7 @@ def _in_steps(recipe: Recipe, epochs: Epochs, total: int, device: str) -> dict[s
         "checkpoint": ("checkpoint.every", every if isinstance(every, Duration) else None),
         "log": ("telemetry.log_every", recipe.telemetry.log_every),
         "noise_scale": ("telemetry.noise_scale", recipe.telemetry.noise_scale),
+        "verify": ("verify.every", recipe.verify.every),
     }
     freezing = {"unfreeze": recipe.model.unfreeze, "freeze_after": recipe.model.freeze_after}
     return {

@@ -188,6 +188,16 @@ class Profile:
 
 
 @section
+class VerifySection:
+    """A guard against silent faults of memory and processors."""
+
+    every: Annotated[Length | None, Off] = None
+    """Time between checks, or `off`. A check loads the newest checkpoint, computes the step after it again, with two
+    replicas on the other one, and compares every bit; a difference ends the run before the next save. It costs one
+    copy of the state in main memory and, after each save, its digest. On a GPU it needs `train.deterministic`."""
+
+
+@section
 class Telemetry:
     """What is recorded of the run."""
 

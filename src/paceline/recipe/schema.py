@@ -20,7 +20,7 @@ from paceline.plugins.references import is_code_trusted, is_reference
 from paceline.recipe.data import Data
 from paceline.recipe.fields import Applies, Names, parse_integer, section
 from paceline.recipe.model import ModelSection
-from paceline.recipe.running import Checkpoint, EvaluateSection, Parallel, Telemetry
+from paceline.recipe.running import Checkpoint, EvaluateSection, Parallel, Telemetry, VerifySection
 from paceline.recipe.training import BatchSection, DistillationSection, Optimizer, Schedule, TrainSection
 
 
@@ -44,6 +44,7 @@ class Recipe:
     distillation: Annotated[DistillationSection, Applies("task", ("distillation",))] = DistillationSection()
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: Checkpoint = Checkpoint()
+    verify: VerifySection = VerifySection()
     parallel: Parallel = Parallel()
     telemetry: Telemetry = Telemetry()
     objects: Annotated[dict[str, str], Applies("task", ("fit",))] = Field(default_factory=dict)

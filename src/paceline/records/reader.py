@@ -146,8 +146,8 @@ def wrong_records(
             runs.add(event.get("run", run_id))
         # A step's record precedes its evaluation and its checkpoint.
         recorded = position if kind in ("evaluation", "checkpoint") else position - 1
-        if every and recorded // every * every > (known := max(begin, logged[-1])):
-            gap = gap or f"{path.name} lacks step records after step {known}"
+        if every and recorded // every * every > max(begin, logged[-1]):
+            gap = gap or f"{path.name} lacks step records after step {logged[-1]}"
         if kind == "step":
             logged.append(position)
         last = event["step"]

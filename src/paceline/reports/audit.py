@@ -195,8 +195,7 @@ def used_samples(run_dir: Path, rank: int) -> Iterator[LedgerEntry]:
             recorded positions than those of the order.
     """
     directory = existing_run(run_dir)
-    plan = read_plan_to_resume(directory)
-    geometry = replace(_geometry(plan, read_recipe(directory)), draws=_draws(directory, plan))
+    geometry = ledger_geometry(directory)
     path = ledger_path(directory.ledger, rank)
     for entry in read_ledger(path):
         if isinstance(entry, PositionEntry):
@@ -209,6 +208,17 @@ def used_samples(run_dir: Path, rank: int) -> Iterator[LedgerEntry]:
             yield LedgerEntry(entry.step, entry.epoch, ids, np.empty(0, dtype=np.int64))
         else:
             yield entry
+
+
+def ledger_geometry(directory: RunDirectory) -> StepGeometry:
+    """Return which samples lie at which position of each epoch's order.
+
+    Raises:
+        RunDirectoryError: If recipe or plan is damaged, or the lengths or classes that the order depends on are.
+    """
+    plan = read_plan_to_resume(directory)
+    geometry = _geometry(plan, read_recipe(directory))
+    return replace(geometry, draws=_draws(directory, plan), lengths=_lengths(directory, plan))
 
 
 def _lengths(directory: RunDirectory, plan: Mapping[str, Any]) -> SampleLengths | None:

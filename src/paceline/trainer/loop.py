@@ -13,6 +13,7 @@ from paceline.trainer.run import Run
 from paceline.trainer.run_records import write_evaluation, write_step
 from paceline.trainer.saving import finish_saving, save_checkpoint
 from paceline.trainer.step import train_step
+from paceline.trainer.verifying import StepVerifier
 from paceline.trainer.warmup import check_first_batch, warm_up
 
 
@@ -28,10 +29,12 @@ def fit(run: Run) -> str:
 def _fit(run: Run, batches: Iterator[Batch]) -> str:
     plan, progress = run.plan, run.progress
     ending = run.ending(ControlFlags())  # a resumed run may already be at its end
+    verifier = StepVerifier(run)
     run.clock.start()
     while not ending:
         stepped = train_step(run, batches)
         progress.advance(stepped=stepped)
+        verifier.keep()
         run.guard.report(run.collectives, run.recorder, run.last_good)
         run.clock.end_step(plan.step_samples(progress.position - 1), run.load)
         run.display.advance(progress.step)
@@ -47,6 +50,8 @@ def _fit(run: Run, batches: Iterator[Batch]) -> str:
         ending = run.ending(agreed)
         if ending == "patience" and not run.due("log"):
             write_step(run)  # the last record; the plan could not foresee that the run ends here
+        if verifier.check():
+            batches = run.train_batches()
         if run.checkpoint_due(agreed) or ending:
             run.heartbeat.enter("save")
             save_checkpoint(run)

@@ -97,7 +97,7 @@ def check_visible(root: Path, collectives: Collectives, *, patience_seconds: flo
 _CHANGEABLE_KEYS = (
     *("task", "objects"),  # the task's class is compared, and the data's digest
     *("train.duration", "train.until", "train.precision", "train.nonfinite", "train.max_nonfinite"),
-    *("evaluate.", "checkpoint.", "telemetry.", "parallel.", "batch.micro_size", "distillation.teacher"),
+    *("evaluate.", "checkpoint.", "verify.", "telemetry.", "parallel.", "batch.micro_size", "distillation.teacher"),
     *("data.path", "data.workers", "data.prefetch", "data.max_broken"),
     *("model.channels_last", "model.compile", "model.activation_checkpointing"),
 )
