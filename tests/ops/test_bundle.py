@@ -150,7 +150,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["bicubic", *(pytest.param(each, marks=pytest.mark.thorough) for each in KINDS if each != "bicubic")]
+)
 def test_its_program_answers_as_predict_does(
     kind: str, train: Train, folder: dict[str, Any], photos: Path, tmp_path: Path
 ) -> None:
