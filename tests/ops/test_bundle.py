@@ -160,7 +160,7 @@ def test_its_program_answers_as_predict_does(
     run = train(kind, recipe, **(folder if recipe == "image_folder" else {}) | changes)
     export(ExportRequest(target=run, output=tmp_path / "shared", form="folder"))
     assert {each.name for each in (tmp_path / "shared").iterdir()} == FILES
-    assert largest_difference(run, tmp_path / "shared", photos) < 0.003
+    assert largest_difference(run, tmp_path / "shared", photos) < (0.002 if recipe == "image_folder" else 0.005)
     if kind == "pixels":
         words = "--masks", tmp_path / "masks", photos / "long.png"
         assert asked(tmp_path / "shared" / "predict.py", *words).returncode == 0
