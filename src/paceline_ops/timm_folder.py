@@ -157,24 +157,26 @@ def crop_share(data: dict[str, Any], side: int) -> float:
 CARD = "README.md"
 
 _STEP = re.compile(r"step-(\d+)")
-_NOT_KNOWN = "not known"
+NOT_KNOWN = "not known"
 _MOST_NAMES = 20
 _VERSIONS = ("paceline", "torch", "timm", "python")
 
 
 @dataclass(frozen=True)
-class _WeightsOrigin:
+class WeightsOrigin:
     """A run directory's facts about the weights; empty if there is no run directory.
 
     Attributes:
         run: The run's name.
         step: The checkpoint's step.
+        folder: The run directory.
         evaluation: Event of the evaluation of these weights at that step.
         environment: ``environment.json``.
     """
 
     run: str | None = None
     step: int | None = None
+    folder: Path | None = None
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
 
@@ -198,8 +200,8 @@ def model_card(saved: SavedWeights, architecture: str, *, weights_file: Path, ru
         run: The exported target.
     """
     data = saved.description("data")
-    origin = _origin(saved, run)
-    versions = _versions(origin)
+    origin = weights_origin(saved, run)
+    versions = versions_of(origin)
     version = f" {versions['paceline']}" if "paceline" in versions else ""
     made = f"Trained with Paceline{version}, exported with `paceline export --format timm`"
     hashes = {f"`{weights_file.name}` (SHA-256 of the file)": f"`{hash_file(weights_file, hashlib.sha256).digest}`"}
@@ -212,16 +214,16 @@ def model_card(saved: SavedWeights, architecture: str, *, weights_file: Path, ru
         _front_matter(architecture, data, {} if ROUNDED in saved.metadata else origin.metrics),
         f"# {architecture} for {len(data['class_names'])} classes",
         f"{made}. Unknown facts are marked as not known.",
-        "## What it is\n\n" + _table(_about(saved, architecture, data, origin)),
+        "## What it is\n\n" + table(_about(saved, architecture, data, origin)),
         _results(saved, origin),
         _how_to_load(data),
-        "## Hashes\n\n" + _table(hashes),
+        "## Hashes\n\n" + table(hashes),
         f"## Recipe\n\nThe whole recipe, as resolved for the run:\n\n```yaml\n{recipe}```",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _origin(saved: SavedWeights, target: Path) -> _WeightsOrigin:
+def weights_origin(saved: SavedWeights, target: Path) -> WeightsOrigin:
     """Find the run directory around the weights; a standalone file has none."""
     steps = [match for part in saved.path.parts if (match := _STEP.fullmatch(part))]
     step = int(steps[-1][1]) if steps else None
@@ -231,7 +233,7 @@ def _origin(saved: SavedWeights, target: Path) -> _WeightsOrigin:
         else next((each for each in saved.path.parents if RunDirectory(each).exists()), None)
     )
     if folder is None or step is None:
-        return _WeightsOrigin(step=step)
+        return WeightsOrigin(step=step)
     try:
         facts = [
             for_display(event, RunDirectory(folder).events)
@@ -240,8 +242,8 @@ def _origin(saved: SavedWeights, target: Path) -> _WeightsOrigin:
         ]
         environment = read_environment(RunDirectory(folder))
     except RunDirectoryError:
-        return _WeightsOrigin(folder.resolve().name, step)
-    return _WeightsOrigin(folder.resolve().name, step, facts[-1] if facts else {}, environment)
+        return WeightsOrigin(folder.resolve().name, step, folder)
+    return WeightsOrigin(folder.resolve().name, step, folder, facts[-1] if facts else {}, environment)
 
 
 def _front_matter(architecture: str, data: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
@@ -263,12 +265,13 @@ def _front_matter(architecture: str, data: Mapping[str, Any], metrics: Mapping[s
     return f"---\n{yaml.safe_dump(matter, sort_keys=False, allow_unicode=True)}---"
 
 
-def _versions(origin: _WeightsOrigin) -> dict[str, str]:
+def versions_of(origin: WeightsOrigin) -> dict[str, str]:
+    """Return the versions of the run's environment that matter."""
     versions = origin.environment.get("versions", origin.environment)
     return {key: str(versions[key]) for key in _VERSIONS if isinstance(versions, Mapping) and key in versions}
 
 
-def _about(saved: SavedWeights, architecture: str, data: Mapping[str, Any], origin: _WeightsOrigin) -> dict[str, str]:
+def _about(saved: SavedWeights, architecture: str, data: Mapping[str, Any], origin: WeightsOrigin) -> dict[str, str]:
     names = ["not known"] if data.get(UNNAMED) else [str(each) for each in data["class_names"]]
     more = f", … ({len(names)} in all)" if len(names) > _MOST_NAMES else ""
     shown = ", ".join(json.dumps(each, ensure_ascii=False)[1:-1] for each in names[:_MOST_NAMES])
@@ -276,31 +279,31 @@ def _about(saved: SavedWeights, architecture: str, data: Mapping[str, Any], orig
         "Architecture": f"`{architecture}` of timm",
         "Weights": f"{saved.weights}{' (a moving average over training)' if saved.weights == 'ema' else ''}",
         **({"Stored": f"matrices and filters rounded to {kept}"} if (kept := saved.metadata.get(ROUNDED)) else {}),
-        "Run and step": f"{origin.run or _NOT_KNOWN}, step {_NOT_KNOWN if origin.step is None else origin.step}",
-        "Data": f"{data.get('dataset') or _NOT_KNOWN}",
-        "Digest of the data": f"`{data['digest']}`" if data.get("digest") else _NOT_KNOWN,
+        "Run and step": f"{origin.run or NOT_KNOWN}, step {NOT_KNOWN if origin.step is None else origin.step}",
+        "Data": f"{data.get('dataset') or NOT_KNOWN}",
+        "Digest of the data": f"`{data['digest']}`" if data.get("digest") else NOT_KNOWN,
         "Classes": shown + more,
         "Trained at, shown at": f"{data['image_size']}, {data.get('evaluation_size', data['image_size'])} pixels",
-        "Versions": ", ".join(f"{key} {value}" for key, value in _versions(origin).items()) or _NOT_KNOWN,
-        "Licence of the data and of the weights": f"{_NOT_KNOWN} to Paceline; whoever publishes them must say",
-        "Intended use, limits, biases": f"{_NOT_KNOWN} to Paceline",
+        "Versions": ", ".join(f"{key} {value}" for key, value in versions_of(origin).items()) or NOT_KNOWN,
+        "Licence of the data and of the weights": f"{NOT_KNOWN} to Paceline; whoever publishes them must say",
+        "Intended use, limits, biases": f"{NOT_KNOWN} to Paceline",
     }
 
 
-def _results(saved: SavedWeights, origin: _WeightsOrigin) -> str:
+def _results(saved: SavedWeights, origin: WeightsOrigin) -> str:
     if not origin.metrics:
         return (
             "## How good it is\n\nNot known: no evaluation of these weights at this step was found. "
             "`paceline evaluate FOLDER data.path=...` scores them."
         )
     rows = {key: f"{value:.2f} %" if metric_unit(key) else f"{value:.4f}" for key, value in origin.metrics.items()}
-    samples = origin.evaluation.get("samples", _NOT_KNOWN)
+    samples = origin.evaluation.get("samples", NOT_KNOWN)
     split = origin.evaluation.get("split", "validation")
     kept = saved.metadata.get(ROUNDED)
     before = "" if kept is None else f", before they were rounded to {kept}, which may change it"
     return (
         f"## How good it is\n\nThe {saved.weights} weights on {samples} held-out samples ({split}), each scored once, "
-        f"at step {origin.step}{before}:\n\n{_table(rows)}"
+        f"at step {origin.step}{before}:\n\n{table(rows)}"
     )
 
 
@@ -333,6 +336,7 @@ With Paceline: `paceline predict FOLDER photo.jpg`, `paceline evaluate FOLDER`, 
 {" ".join(notes)}""".rstrip()
 
 
-def _table(rows: Mapping[str, str]) -> str:
+def table(rows: Mapping[str, str]) -> str:
+    """Return a Markdown table of two columns."""
     cells = ((key, value.replace("|", "\\|").replace("\n", " ")) for key, value in rows.items())
     return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in cells)])

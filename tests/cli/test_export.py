@@ -69,6 +69,6 @@ def test_an_export_is_listed_and_then_pushed(
 
 
 def test_where_an_export_goes(finished: Path, paceline_here: Call) -> None:
-    paceline_here("export", finished).refused("--output PATH, or --push OWNER/NAME")
+    assert paceline_here("export", finished).ended(0).out.startswith("run.safetensors: ")
     for words in (("--yes",), ("--push", "a/b")):
         assert paceline_here("export", finished, "--output", "a.safetensors", *words).code == 2

@@ -17,17 +17,35 @@ OWN = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-@pytest.mark.thorough
-def test_the_first_evening_comes_to_scores_for_each_class(tmp_path: Path) -> None:
+def evening(script: str, size: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script of commands, which leaves nothing behind."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    own = {**OWN, "PATH": path, "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)}
-    words = ["bash", str(ROOT / "examples" / "first_evening.sh"), "80"]
+    own = {**OWN, "PATH": path, "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder)}
+    words = ["bash", str(ROOT / "examples" / script), size]
     done = subprocess.run(words, env=own, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert list(folder.glob("tmp.*")) == []
+    return done
+
+
+@pytest.mark.thorough
+def test_the_first_evening_comes_to_scores_for_each_class(tmp_path: Path) -> None:
+    done = evening("first_evening.sh", "80", tmp_path)
     assert done.stdout.count("\n$ paceline ") == 6
     assert "passed: 5 breaks, moved away, 3 spoils, moved away" in done.stdout
     assert re.search(r"^arrow_up +4 ", done.stdout, re.MULTILINE)
-    assert list(tmp_path.glob("tmp.*")) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.needs("onnxruntime", "onnxscript", "pycocotools")
+def test_the_second_evening_reviews_labels_and_shares_the_network(tmp_path: Path) -> None:
+    done = evening("second_evening.sh", "40", tmp_path)
+    assert done.stdout.count("\n$ paceline ") == 12
+    assert "3 breaks, moved away" in done.stdout
+    assert re.search(r"^train/\w+/\w+-\d+\.png: \w+, wrong with \d+ %$", done.stdout, re.MULTILINE)
+    assert re.search(r"^new\.jpg  (\w+ [\d.]+ %  ){2}\w+ [\d.]+ %$", done.stdout, re.MULTILINE)
+    before, after = re.findall(r"([\d.]+) % with", done.stdout.splitlines()[-1])
+    assert float(after) > 60, before
 
 
 @pytest.mark.slow

@@ -463,7 +463,7 @@ def test_a_format_of_another_package(train_tiny: Any, tmp_path: Path, capsys: py
     capsys.readouterr()
     assert run(["export", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "[names|peft|timm|transformers|safetensors|onnx|torch-export]" in said
+    assert "[folder|names|peft|timm|transformers|safetensors|onnx|torch-export]" in said
     assert "names: names alone; peft: low-rank adapters alone;" in said
     assert run(["export", str(run_dir), "--format", "names", "--output", str(tmp_path / "a.names")]) == 0
     assert "Whoever reads names matches the network: largest difference 0.0e+00" in capsys.readouterr().out
@@ -473,7 +473,7 @@ def test_a_format_of_another_package(train_tiny: Any, tmp_path: Path, capsys: py
     assert run(["export", str(run_dir), "--format", "names", "--output", "b.names", "--quantize", "bf16"]) == 2
     assert "is for --format timm, safetensors, torch-export, not names" in capsys.readouterr().err
     assert run(["export", str(run_dir), "--format", "timm", "--output", str(tmp_path / "a.names")]) == 2
-    assert "a hub folder's name does not end in .names" in capsys.readouterr().err, "ours cannot be replaced"
+    assert "a folder's name does not end in .names" in capsys.readouterr().err, "ours cannot be replaced"
 
 
 @pytest.mark.usefixtures("stranger")

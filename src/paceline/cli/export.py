@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from paceline.command import Best, Log, Overrides, Shape, Target, TrustCode, Weights, command
-from paceline.errors import PacelineError
 from paceline.inference.formats import formats
 from paceline.pages.shown import Document, Result, Shown
 from paceline.parsing.units import format_bytes
@@ -41,6 +40,7 @@ class Export:
       paceline export runs/photos --best --format timm --output photos-resnet50
       paceline export runs/photos --format timm --push me/photos-resnet50
       paceline export runs/photos --format onnx --output photos.onnx
+      paceline export runs/photos --format folder --output photos-model
       paceline export runs/photos data.path=photos --format onnx --quantize int8 --output small.onnx
     """
 
@@ -50,7 +50,8 @@ class Export:
     output: Annotated[
         Path | None,
         Shape(without=("push",)),
-        "The file or hub folder to write; missing parent folders are created.",
+        "The file or folder to write (default: a name made of TARGET's and the format's); missing parent folders are "
+        "created.",
     ] = None
     push: Annotated[
         str | None,
@@ -71,10 +72,11 @@ class Export:
         """Write the weights to a file or folder, or upload them."""
         if self.push is not None:
             document, lines = self._pushed(self.push)
-        elif self.output is not None:
-            document, lines = self._written(self.output)
         else:
-            raise PacelineError("export needs a place for the weights: --output PATH, or --push OWNER/NAME.")
+            name = self.target.stem if self.target.is_file() else self.target.resolve().name
+            usual = Path(f"{name}{formats()[self.form].ending or f'-{self.form}'}")
+            document, lines = self._written(self.output or usual)
+            lines += [f"  {advice}"] if (advice := formats()[self.form].advice) else []
         return Document(document=document, shown=Shown(blocks=lines))
 
     def _pushed(self, repository: str) -> tuple[dict[str, Any], list[str]]:

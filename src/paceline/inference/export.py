@@ -24,7 +24,7 @@ from paceline.checkpoint.weights import (
 from paceline.errors import CheckpointError, PacelineError
 from paceline.inference.atomic_output import check_output, put_in_place
 from paceline.inference.export_onnx import QuantizationResult, calibration_images, need_onnx, quantised, write_onnx
-from paceline.inference.formats import formats
+from paceline.inference.formats import ONNX, formats
 from paceline.inference.program import InBfloat16, preprocessing, write_program
 from paceline.recipe.load import Overrides
 from paceline.tasks.exportable import Exportable
@@ -111,7 +111,7 @@ def _check(request: ExportRequest) -> None:
         )
     if not ending and request.output.suffix and request.output.suffix in {each.ending for each in known.values()}:
         raise CheckpointError(
-            f"--output={request.output}: a hub folder's name does not end in {request.output.suffix}; change it, or "
+            f"--output={request.output}: a folder's name does not end in {request.output.suffix}; change it, or "
             "--format.",
             path=request.output,
         )
@@ -127,7 +127,7 @@ def _check(request: ExportRequest) -> None:
             "--quantize int8; leave them out."
         )
     check_output(request.output)
-    if request.form == "onnx":
+    if known[request.form].reader == ONNX.reader:
         need_onnx()
 
 

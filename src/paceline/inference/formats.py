@@ -31,6 +31,7 @@ class Format:
         reader: What the exported model was compared in, as the subject of a sentence.
         rounds_to: Dtypes to which it can round weights.
         phrase: Its description in the help, if any.
+        advice: Printed after the export, if any.
     """
 
     writer: str
@@ -38,6 +39,7 @@ class Format:
     reader: str = ""
     rounds_to: tuple[str, ...] = ()
     phrase: str = ""
+    advice: str = ""
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the writer."""

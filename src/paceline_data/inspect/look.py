@@ -18,7 +18,8 @@ from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from paceline.data.image import file_checks
-from paceline.data.image.decode import LARGEST_PIXELS, NEEDS_HEIF, UNSUPPORTED, guess_format
+from paceline.data.image.decode import NEEDS_HEIF, guess_format
+from paceline.data.image.pillow_pixels import LARGEST_PIXELS, UNSUPPORTED
 from paceline.data.image.source import BrokenImageError, Content, EncodedSource, SampleSource, encoded_source
 
 Severity = Literal["breaks", "spoils", "costs", "notice"]

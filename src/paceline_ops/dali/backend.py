@@ -25,8 +25,9 @@ from PIL import Image
 from torch.utils.dlpack import from_dlpack
 
 from paceline.data.batch import Batch, BrokenSample
-from paceline.data.image.decode import LARGEST_PIXELS, ORIENTATION, Box, DecodedImage, LazyImage
+from paceline.data.image.decode import Box, DecodedImage, LazyImage
 from paceline.data.image.image_store import shrunk, vary
+from paceline.data.image.pillow_pixels import LARGEST_PIXELS, ORIENTATION
 from paceline.data.image.source import BrokenImageError, Content, EncodedSource
 from paceline.data.image.transforms import (
     Draws,

@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from paceline.data.image.decode import UNSUPPORTED, BrokenImageError, image_header, unsupported_kind
+from paceline.data.image.decode import BrokenImageError, image_header, unsupported_kind
+from paceline.data.image.pillow_pixels import UNSUPPORTED
 from paceline.errors import DataError, NotFiniteError, RecipeError
 from paceline.host.machine import available_cores
 from paceline.prediction.predictor import Answer, Predictor, Prepared, Prompt, Reply

@@ -14,7 +14,8 @@ from PIL import Image, ImageDraw
 from torch import nn
 
 from paceline.checkpoint.weights import SavedWeights
-from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, Pixels, decode
+from paceline.data.image.decode import BrokenImageError, decode
+from paceline.data.image.pillow_pixels import LARGEST_PIXELS, Pixels
 from paceline.prediction.predictor import NOT_FINITE, Answer, Box, Predictor
 from paceline_vision.detection.pipeline import as_floats, as_tensor
 

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from paceline.checkpoint.weights import SavedWeights, check_scale
 from paceline.data.batch import Normalize, Placement
-from paceline.data.image.decode import BrokenImageError, Pixels, decode
+from paceline.data.image.decode import BrokenImageError, decode
+from paceline.data.image.pillow_pixels import Pixels
 from paceline.prediction.predictor import NOT_FINITE, Answer, Predictor
 from paceline_vision.detection.pipeline import as_tensor
 from paceline_vision.segmentation.dataset import IGNORED, LabelMap

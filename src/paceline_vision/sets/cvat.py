@@ -14,7 +14,7 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 
-from paceline.data.image.decode import LARGEST_PIXELS
+from paceline.data.image.pillow_pixels import LARGEST_PIXELS
 from paceline.data.splits import split_of
 from paceline.errors import DataError, data_error
 from paceline.parsing.files import SkippedItems

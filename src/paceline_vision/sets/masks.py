@@ -23,7 +23,8 @@ from PIL import UnidentifiedImageError
 
 from paceline.data.disk_cache import cached, stamp_or_none
 from paceline.data.image.dataset import stratified_split
-from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, decode, read_file, upright_size
+from paceline.data.image.decode import BrokenImageError, decode, read_file, upright_size
+from paceline.data.image.pillow_pixels import LARGEST_PIXELS
 from paceline.data.image.source import EXTENSIONS, Image
 from paceline.data.splits import SPLIT_NAMES, TEST, TRAIN, split_folders
 from paceline.errors import DataError, data_error, did_you_mean

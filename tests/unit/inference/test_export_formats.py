@@ -325,7 +325,7 @@ def left(folder: Path) -> set[str]:
     [
         ("onnx", "a.pt2", {}, r"must end in \.onnx"),
         ("torch-export", "a.onnx", {}, r"must end in \.pt2"),
-        ("timm", "a.onnx", {}, "a hub folder's name does not end in"),
+        ("timm", "a.onnx", {}, "a folder's name does not end in"),
         ("safetensors", "a.bin", {}, r"must end in \.safetensors"),
         ("safetensors", "mine.safetensors/a.safetensors", {}, "is not a directory"),
         ("safetensors", "mine.safetensors", {}, "already exists and is not overwritten"),

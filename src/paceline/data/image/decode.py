@@ -13,19 +13,28 @@ from __future__ import annotations
 
 import io
 import re
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, JpegImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
+from paceline.data.image.pillow_pixels import (
+    LARGEST_PIXELS,
+    ORIENTATION,
+    UNSUPPORTED,
+    Content,
+    Pixels,
+    decoded,
+    grey_depth,
+    mute_pillow,
+    open_image,
+    orientation_of,
+)
 from paceline.parsing.files import LFS_POINTER, LFS_START
-
-UNSUPPORTED = "is not supported: convert it, for example to a PNG of 8 bits"
 
 
 class Box(NamedTuple):
@@ -56,8 +65,6 @@ except ImportError:
 else:
     pillow_heif.register_heif_opener()
     HEIF_ENDINGS = ("heic", "heif")
-
-Content = bytes | bytearray | memoryview
 
 # libjpeg's limit; a file's header may say 65535.
 _LONGEST_SIDE = 65_500
@@ -161,34 +168,12 @@ def describe_decoder() -> str:
     return f"{fallback}; the compiled decoder is not available ({_WHY_NOT})"
 
 
-Pixels = NDArray[np.uint8]
 Result = TypeVar("Result")
 
-# Pillow only warns above this size and refuses above twice as much; training images do not need 256 MiB as RGB.
-LARGEST_PIXELS = 89_478_485
-
-ORIENTATION = 0x0112
-_TILE_SIDES = (0x0142, 0x0143)
-_BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 0x0102, 0x0106, 0x0153
-_WHITE_IS_ZERO, _SIGNED = 0, 2
-_PNG_DEPTH = 24  # position of the bit depth in IHDR
-_SCALED = ("PNG", "PPM")  # formats whose mode I pixels are 16 bits wide and use their full range
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 _LYING = (5, 6, 7, 8)
 # In the upright picture, after the axes of a rotated one are swapped.
 _MIRRORED_ROWS = (3, 4, 7, 8)
 _MIRRORED_COLUMNS = (2, 3, 6, 7)
-_FROM_PILLOW = r"PIL\."
-_SILENCE = ("ignore", None, Warning, re.compile(_FROM_PILLOW), 0)
-_WITH_ALPHA = ("RGBA", "RGBa", "LA", "La", "PA")
 
 
 class BrokenImageError(Exception):
@@ -313,11 +298,7 @@ class LazyImage:
         with opened or _opened(io.BytesIO(self._content)) as image:
             if shrink > 1:
                 image.draft(None, (image.width // shrink, image.height // shrink))
-            image.load()
-            if image.format == "PNG":
-                _correct_transparency(image, self._content)
-            grey_depth = _grey_depth(image)
-            return _pixels(_upright(image) if self._is_turned else image, self._channels, grey_depth)
+            return decoded(image, self._content, self._channels, turned=self._is_turned)
 
 
 class DecodedImage:
@@ -374,10 +355,10 @@ def image_header(
         path: The file, or its content.
         formats: Pillow's names of the formats to try; None for all.
     """
-    _mute_pillow()
+    mute_pillow()
     try:
         with Image.open(io.BytesIO(path) if isinstance(path, bytes) else path, formats=formats) as image:
-            return (image.height, image.width), image.mode in ("1", "L") or _grey_depth(image)[0] > 0
+            return (image.height, image.width), image.mode in ("1", "L") or grey_depth(image)[0] > 0
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         return None
 
@@ -387,7 +368,7 @@ def upright_size(path: str | Path | BinaryIO) -> tuple[int, int] | None:
 
     The orientation of a PNG is ignored if it is stored after the pixels, since finding it would require reading them.
     """
-    _mute_pillow()
+    mute_pillow()
     try:
         with Image.open(path) as image:
             size = (image.height, image.width)
@@ -443,56 +424,19 @@ def guess_format(head: bytes) -> str:
 
 
 def _opened(file: BinaryIO) -> Image.Image:
-    _mute_pillow()
     start = file.read(len(LFS_START))
     if start == LFS_START:
         raise ValueError(LFS_POINTER)
     if _lacks_heif(start):
         raise ValueError(NEEDS_HEIF)
-    image = Image.open(file)
-    if image.width * image.height > LARGEST_PIXELS:
-        raise ValueError(f"{image.width}x{image.height} pixels; at most {LARGEST_PIXELS:,} are decoded")
-    if image.format == "TIFF":
-        _check_tiles(image)
-        tags, is_negative = getattr(image, "tag_v2", {}), _tag(image, _PHOTOMETRIC) == (_WHITE_IS_ZERO,)
-        if fault := plane_fault(tags, is_negative=is_negative):
-            raise ValueError(f"{fault} {UNSUPPORTED}")
-        if _SIGNED in _tag(image, _SAMPLE_FORMAT):
-            bits = (_tag(image, _BITS) or (1,))[0]
-            raise ValueError(f"signed numbers of {bits} bits have no fixed range; store unsigned ones of 8 or 16 bits")
-    if image.format == "EPS":
-        # Pillow would run Ghostscript on it.
-        raise ValueError("an EPS file is a program, and is never run; convert it to PNG")
-    return image
-
-
-def _tag(image: Image.Image, tag: int) -> tuple[int, ...]:
-    """Return the values of a TIFF tag; empty if it is missing."""
-    values = getattr(image, "tag_v2", {}).get(tag, ())
-    return values if isinstance(values, tuple) else (values,)
-
-
-def _check_tiles(image: Image.Image) -> None:
-    """Apply the pixel limit to a TIFF's tiles too: each is decoded whole and may be far larger than the picture."""
-    tags = getattr(image, "tag_v2", {})
-    width, height = (int(tags.get(tag, 0)) for tag in _TILE_SIDES)
-    if width * height > LARGEST_PIXELS:
-        raise ValueError(f"tiles of {width}x{height} pixels; at most {LARGEST_PIXELS:,} are decoded")
-
-
-def _orientation(image: Image.Image) -> object:
-    """Return the EXIF orientation of an image; None if it is missing or unreadable."""
-    try:
-        return image.getexif().get(ORIENTATION)
-    except Exception:  # noqa: BLE001 (Pillow raises anything at damaged metadata, which must not lose a good picture)
-        return None
+    return open_image(file)
 
 
 def _is_plain_jpeg(image: Image.Image) -> bool:
     """Whether a JPEG file is upright and colour or grey, so that its size is known before decoding."""
     if image.format != "JPEG" or image.mode not in ("L", "RGB"):
         return False
-    return _orientation(image) in (None, 1)
+    return orientation_of(image) in (None, 1)
 
 
 def _is_simple(image: Image.Image) -> bool:
@@ -525,24 +469,6 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _mute_pillow() -> None:
-    """Suppress the warnings of Pillow's modules: each file is either read or reported as broken.
-
-    Applies to the whole process permanently, because ``warnings.catch_warnings`` swaps global state and this runs in
-    threads. Repeated on each call, because others (such as a test runner) swap that state too; that costs 1 µs.
-    """
-    if _SILENCE not in warnings.filters:
-        warnings.filterwarnings("ignore", module=_FROM_PILLOW)
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    """Apply the EXIF orientation to an image; unreadable EXIF data are ignored."""
-    # Queried after load(): the TIFF plugin rotates the image itself and then drops the tag.
-    orientation = _orientation(image)
-    method = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
-    return image if method is None else image.transpose(method)
-
-
 def _turned(pixels: Pixels, orientation: int) -> Pixels:
     """Apply the EXIF orientation to decoded pixels."""
     if orientation == 1:
@@ -556,58 +482,6 @@ def _turned(pixels: Pixels, orientation: int) -> Pixels:
     return np.ascontiguousarray(pixels)
 
 
-def _correct_transparency(image: Image.Image, content: Content) -> None:
-    """Scale the transparent colour of a loaded PNG to 8 bits: Pillow keeps the file's value."""
-    depth, transparent = content[_PNG_DEPTH], image.info.get("transparency")
-    if image.mode == "L" and depth < 8 and isinstance(transparent, int):
-        image.info["transparency"] = transparent * 255 // (2**depth - 1)
-    elif image.mode == "RGB" and depth == 16 and isinstance(transparent, tuple):
-        # The pixels are the high bytes; with the wrong byte order they are the low ones.
-        with Image.open(io.BytesIO(content)) as low:
-            low.tile = [each._replace(args="RGB;16L") for each in low.tile]
-            colours = np.asarray(image).astype(np.uint16) << 8 | np.asarray(low)
-        del image.info["transparency"]
-        image.putalpha(Image.fromarray((colours != transparent).any(axis=2)).convert("L"))
-
-
-def _grey_depth(image: Image.Image) -> tuple[int, bool]:
-    """Return the bit depth of a grey image with more than 8 bits, else 0; and whether its maximum is black."""
-    if image.mode.startswith("I;16") and image.format == "TIFF":
-        return (_tag(image, _BITS) or (16,))[0], _tag(image, _PHOTOMETRIC) == (_WHITE_IS_ZERO,)
-    # Pillow has already scaled a PGM's white to 16 bits.
-    return 16 if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SCALED) else 0, False
-
-
-def pixels_of(image: Image.Image, channels: int) -> Pixels:
-    """Convert a Pillow image to uint8 [H, W, channels]; raises ValueError if its pixels have no fixed range."""
-    return _pixels(image, channels, _grey_depth(image))
-
-
-def _high_bits(image: Image.Image, channels: int, depth: int, *, is_negative: bool) -> Pixels:
-    """Keep the high 8 bits of grey pixels, which Pillow would clip; transparent pixels become white."""
-    values = np.asarray(image).clip(0, 2**depth - 1)
-    grey = (values >> (depth - 8)).astype(np.uint8)
-    if is_negative:
-        grey = 255 - grey
-    grey[values == image.info.get("transparency", -1)] = 255
-    return np.repeat(grey[:, :, None], channels, axis=2)
-
-
-def _pixels(image: Image.Image, channels: int, grey_depth: tuple[int, bool]) -> Pixels:
-    depth, is_negative = grey_depth
-    if depth:
-        return _high_bits(image, channels, depth, is_negative=is_negative)
-    if image.mode in ("I", "F"):
-        raise ValueError(f"pixels of mode {image.mode} (32 bits) have no fixed range; store 8 or 16 bits")
-    if image.mode in _WITH_ALPHA or "transparency" in image.info:
-        # Via RGBA: any other conversion loses a palette's transparency.
-        overlay = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", overlay.size, "white"), overlay)
-    mode = "L" if channels == 1 else "RGB"
-    pixels = np.asarray(image if image.mode == mode else image.convert(mode))
-    return pixels[:, :, None] if channels == 1 else pixels
-
-
 # By the number of the start-of-frame marker; libjpeg reads 0 to 2, and mostly 9 and 10.
 _JPEGS = {
     **dict.fromkeys((0xC0, 0xC1, 0xC2), "a JPEG"),
@@ -617,7 +491,7 @@ _JPEGS = {
     0xF7: "a JPEG-LS image",
 }
 _SEGMENT = re.compile(rb"\xff+([\xc0-\xfe])(..)(.?)....(.?)", re.DOTALL)
-_BITS_PER_SAMPLE, _COMPRESSION, _CHANNELS, _PLANES, _FORMAT = 258, 259, 277, 284, 339
+_BITS_PER_SAMPLE, _COMPRESSION, _CHANNELS, _FORMAT = 258, 259, 277, 339
 _PIXELS = (273, 324)  # positions of strips or tiles
 _OLD_JPEG = 6
 _NUMBERS = {2: "-bit signed numbers", 3: "-bit floating-point numbers"}
@@ -664,13 +538,3 @@ def _tiff_kind(content: bytes, error: str) -> str:
         return f"a TIFF of compression {compression}"
     is_known = has_pixels and _OF_PILLOW.search(error)
     return f"a TIFF of {channels} channel(s) of {bits}{_NUMBERS.get(numbers, ' bits')}" if is_known else ""
-
-
-def plane_fault(tags: Mapping[int, Any], *, is_negative: bool) -> str:
-    """Name channels stored one after another in a TIFF in a way that Pillow reads wrongly without an error."""
-    bits, channels, compression = tags.get(_BITS_PER_SAMPLE, (1,)), tags.get(_CHANNELS, 1), tags.get(_COMPRESSION, 1)
-    depth = max(bits) if isinstance(bits, tuple) else bits
-    wrong = depth not in (1, 8) or (depth == 8 and channels == 1 and is_negative) if compression == 1 else channels == 2
-    if tags.get(_PLANES, 1) != 2 or not wrong:
-        return ""
-    return f"a TIFF of {depth} bits with its channels one after another (PlanarConfiguration 2)"

@@ -16,15 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from paceline.data.disk_cache import cached, stamp_or_none
-from paceline.data.image.decode import (
-    HEIF_ENDINGS,
-    LARGEST_PIXELS,
-    BrokenImageError,
-    check_head,
-    decode,
-    guess_format,
-    head_of,
-)
+from paceline.data.image.decode import HEIF_ENDINGS, BrokenImageError, check_head, decode, guess_format, head_of
+from paceline.data.image.pillow_pixels import LARGEST_PIXELS
 from paceline.data.image.source import FileSource, Ids
 from paceline.errors import DataError
 

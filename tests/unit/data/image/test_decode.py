@@ -15,6 +15,7 @@ from PIL import Image
 from paceline.data.image import decode as decode_module
 from paceline.data.image.decode import BrokenImageError, decode
 from paceline.data.image.file_checks import head_fault
+from paceline.data.image.pillow_pixels import pixels_of
 from paceline_data.inspect.look import cause
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
@@ -230,9 +231,9 @@ def test_an_image_of_pillows_is_shown_as_its_file_is() -> None:
         quadrants(),
     ):
         for channels in (1, 3):
-            assert np.array_equal(decode_module.pixels_of(image, channels), decode(png(image), channels))
+            assert np.array_equal(pixels_of(image, channels), decode(png(image), channels))
     with pytest.raises(ValueError, match="no fixed range"):
-        decode_module.pixels_of(Image.new("F", (2, 1)), 3)
+        pixels_of(Image.new("F", (2, 1)), 3)
 
 
 def test_grey_tiffs_fill_their_range() -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from paceline.data.image.dataset import DatasetRequest, Probe, StoredImages, in_splits, probe
-from paceline.data.image.decode import BrokenImageError, pixels_of
+from paceline.data.image.decode import BrokenImageError
+from paceline.data.image.pillow_pixels import pixels_of
 from paceline.data.image.sets import PART
 from paceline.data.image.sets.archives import downloading
 from paceline.data.image.source import ArraySource, FileSource, Ids, Image, SampleSource, array_digest, with_channels
