@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calls import Call
 from PIL import Image
 
-pytest.importorskip("pyarrow", reason="needs pyarrow")
+from paceline.data.image.sets.packed import PackedManifest
+from paceline.errors import RecipeError, StorageError
+from paceline_data.inspect.check import check_data
+from paceline_data.packing.pack import Request, pack
 
 
 @pytest.fixture
@@ -18,30 +20,40 @@ def photos(tmp_path: Path, put: Any) -> Path:
         path = tmp_path / "photos" / ("cat", "dog")[number % 2] / f"{number:02}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (16, 16), (20 * number, 0, 0)).save(path)
-        put(f"sources/photos/{path.parent.name}/{path.name}", path.read_bytes())
+        put(f"{tmp_path.name}/photos/{path.parent.name}/{path.name}", path.read_bytes())
     return tmp_path / "photos"
 
 
-def test_images_at_an_address_are_packed(s3: Any, photos: Path, paceline_here: Call) -> None:
-    here = paceline_here("pack", "photos", "here", "--json").ended(0).document
+@pytest.fixture
+def address(photos: Path, tmp_path: Path) -> str:
+    """The same photos in the bucket; a process copies an address once, so each test has its own."""
+    return f"s3://bucket/{tmp_path.name}/photos"
+
+
+def packed(source: object, folder: Path) -> tuple[PackedManifest, int]:
+    request = Request(source=str(source), destination=folder)
+    return pack(request, lambda _done, _total: None, lambda _: None)
+
+
+def test_images_at_an_address_are_packed(s3: Any, photos: Path, address: str, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="needs pyarrow")
+    here, _ = packed(photos, tmp_path / "here")
     s3.share = 0.2  # of the requests that fail
-    there = paceline_here("pack", "s3://bucket/sources/photos", "there", "--json").ended(0).document
+    there, before = packed(address, tmp_path / "there")
     assert s3.failed
-    assert there["digest"] == here["digest"]
-    again = paceline_here("pack", "s3://bucket/sources/photos", "there", "--json").ended(0).document
-    assert again["found"] == 12
-    paceline_here("pack", "s3://bucket/none", "other").refused("there is nothing at s3://bucket/none")
+    assert (there, before) == (here, 0)
+    assert packed(address, tmp_path / "there") == (here, 12)
+    with pytest.raises(StorageError, match="there is nothing at s3://bucket/none"):
+        packed("s3://bucket/none", tmp_path / "none")
 
 
-def test_images_at_an_address_are_checked(s3: Any, put: Any, photos: Path, paceline_here: Call) -> None:
-    put("sources/photos/cat/empty.png", b"")
+def test_images_at_an_address_are_checked(s3: Any, put: Any, address: str, tmp_path: Path) -> None:
+    put(f"{tmp_path.name}/photos/cat/empty.png", b"")
     before = len(s3.log)
-    paceline_here("check-data", "s3://bucket/sources/photos", "--quarantine", "aside").refused(
-        "moves files out of a folder of class folders on this machine"
-    )
+    with pytest.raises(RecipeError, match="--quarantine moves files out of a folder of class folders on this machine"):
+        check_data(address, quarantine=tmp_path / "aside")
     assert len(s3.log) == before
-    done = paceline_here("check-data", "s3://bucket/sources/photos").ended(1)
-    assert done.out.startswith("s3://bucket/sources/photos: image_folder, 2 classes, 10 train, 3 validation\n")
-    assert "breaks  1 empty file" in done.out
-    assert "        cat/empty.png\n" in done.out
-    assert done.out.splitlines()[-1].endswith("then paceline check-data s3://bucket/sources/photos")
+    report = check_data(address, workers=1)
+    assert (report.source, report.is_folder, report.splits["train"]["samples"]) == (address, False, 11)
+    (found,) = (each for each in report.findings if each.kind.name == "empty_file")
+    assert found.entries[0].name.endswith("photos/cat/empty.png")
