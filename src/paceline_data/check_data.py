@@ -279,7 +279,8 @@ def _findings(report: DataReport, *, verbose: bool) -> Iterator[str | Text]:
     if left_out and not verbose:
         yield f"        {left_out:,} more names are left out; --verbose shows more"
     most = _NAMED if verbose else min(_NAMED, max(1, _ROWS // max(1, len(bad)) - _ROWS_BESIDE_NAMES))
-    for finding in sorted(bad[::-1], key=lambda each: each.kind.name not in report.moved):
+    bad.reverse()
+    for finding in sorted(bad, key=lambda each: each.kind.name not in report.moved):
         yield from _finding(finding, report, most, counts_more=True)
     if report.quarantine is not None:
         yield from _moved(report.quarantine, report)
