@@ -121,9 +121,10 @@ def class_counts(subject: CheckedData) -> dict[str, NDArray[np.int64]]:
 
 def _without_images(subject: CheckedData) -> NDArray[np.bool_]:
     """Return a mask of the classes whose folders are empty in every split: they are findings, not classes."""
-    counts = sum(class_counts(subject).values())
+    counts: NDArray[np.int64] = np.sum(list(class_counts(subject).values()), axis=0)
     empty = {os.path.basename(path) for kind, path, _ in subject.problems.bad if kind == "empty_folders"}
-    return (counts == 0) & [name in empty for name in subject.dataset.classes[: len(counts)]]
+    names = subject.dataset.classes[: len(counts)]
+    return (counts == 0) & np.array([name in empty for name in names], dtype=bool)
 
 
 def class_figures(subject: CheckedData) -> dict[str, Any]:
