@@ -144,16 +144,14 @@ def check_data(
         PacelineError: If there is nothing to check.
     """
     begin = time.perf_counter()
-    not_movable = RecipeError(
-        f"--quarantine moves files out of a folder of class folders on this machine, which {source!r} is not; leave it "
-        "out."
-    )
-    if quarantine is not None and is_address(source):  # before it is copied
-        raise not_movable
-    subject = open_subject(source, overrides)
-    if quarantine is not None:
-        if subject.root is None or not subject.is_folder:
-            raise not_movable
+    subject = None if quarantine is not None and is_address(source) else open_subject(source, overrides)
+    if quarantine is not None and (subject is None or subject.root is None or not subject.is_folder):
+        raise RecipeError(
+            f"--quarantine moves files out of a folder of class folders on this machine, which {source!r} is not; "
+            "leave it out."
+        )
+    assert subject is not None
+    if quarantine is not None and subject.root is not None:
         check_place(subject.root, quarantine)
     # Images without exactly one class are checked as if they had one.
     samples = JoinedSource(subject.splits, np.concatenate([strata(each.labels) for each in subject.splits.values()]))

@@ -124,7 +124,8 @@ def _without_images(subject: CheckedData) -> NDArray[np.bool_]:
     counts: NDArray[np.int64] = np.sum(list(class_counts(subject).values()), axis=0)
     empty = {os.path.basename(path) for kind, path, _ in subject.problems.bad if kind == "empty_folders"}
     names = subject.dataset.classes[: len(counts)]
-    return (counts == 0) & np.array([name in empty for name in names], dtype=bool)
+    is_empty: NDArray[np.bool_] = (counts == 0) & np.array([name in empty for name in names], dtype=bool)
+    return is_empty
 
 
 def class_figures(subject: CheckedData) -> dict[str, Any]:

@@ -140,8 +140,8 @@ def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
     if not has_images(recipe):
         reads = "paceline.fit" if recipe.objects else f"`paceline train {source} --plan-only`"
         raise DataError(
-            f"check-data looks at images, not at task={recipe.task} with data.dataset={recipe.data.dataset}; nothing "
-            f"was checked. {reads} reads the data and reports what is wrong."
+            f"check-data and review look at images, not at task={recipe.task} with data.dataset={recipe.data.dataset}; "
+            f"nothing was checked. {reads} reads the data and reports what is wrong."
         )
     for key in set_by(overrides):
         if not key.startswith("data.") or (key.startswith(_WITHOUT_EFFECT) and not is_reference(recipe.data.dataset)):

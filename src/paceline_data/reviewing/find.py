@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from paceline.command import Log
 from paceline.errors import DataError, PacelineError
 from paceline.parsing.units import counted
+from paceline.storage.addresses import is_address
 
 if TYPE_CHECKING:
     from paceline_data.inspect.check import DataReport
-    from paceline_data.inspect.gather import CheckedData, Progress
+    from paceline_data.inspect.gather import Progress
     from paceline_data.inspect.wrong_labels import WrongLabels
 
 # Kinds of findings that are shown, in this order, after wrong labels and before mistakes.
@@ -73,11 +74,8 @@ def open_folder(source: str, overrides: Sequence[str]) -> Path:
     """
     from paceline_data.inspect.gather import open_subject
 
-    return _root(open_subject(source, overrides), source)
-
-
-def _root(subject: CheckedData, source: str) -> Path:
-    if subject.root is None or not subject.is_folder or subject.learned != "classes":
+    subject = None if is_address(source) else open_subject(source, overrides)
+    if subject is None or subject.root is None or not subject.is_folder or subject.learned != "classes":
         raise DataError(
             f"review moves files between class folders, and {source!r} is not a folder of them on this machine; "
             f"`paceline check-data {source}` lists what is doubtful in other data.",
