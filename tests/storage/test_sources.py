@@ -50,7 +50,7 @@ def test_images_at_an_address_are_packed(s3: Any, photos: Path, address: str, tm
 def test_images_at_an_address_are_checked(s3: Any, put: Any, address: str, tmp_path: Path) -> None:
     put(f"{tmp_path.name}/photos/cat/empty.png", b"")
     before = len(s3.log)
-    with pytest.raises(RecipeError, match="--quarantine moves files out of a folder of class folders on this machine"):
+    with pytest.raises(RecipeError, match="--quarantine moves files out of a folder of class folders here"):
         check_data(address, quarantine=tmp_path / "aside")
     assert len(s3.log) == before
     report = check_data(address, workers=1)

@@ -147,8 +147,7 @@ def check_data(
     subject = None if quarantine is not None and is_address(source) else open_subject(source, overrides)
     if quarantine is not None and (subject is None or subject.root is None or not subject.is_folder):
         raise RecipeError(
-            f"--quarantine moves files out of a folder of class folders on this machine, which {source!r} is not; "
-            "leave it out."
+            f"--quarantine moves files out of a folder of class folders here, which {source!r} is not; leave it out."
         )
     assert subject is not None
     if quarantine is not None and subject.root is not None:
