@@ -57,6 +57,7 @@ def check_data(
     folds: int | None = None,
     duration: str | None = None,
     output: str | Path | None = None,
+    verbose: bool = False,
     trust_code: bool = False,
 ) -> CommandResult: ...
 def estimate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,23 +13,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
+from paceline.cli.output import program
 from paceline.command import Log, Output, Overrides, Shape, command
 from paceline.errors import DataError, RecipeError
 from paceline.pages.page import Block, Gallery, Picture, Table
 from paceline.pages.shown import Document, Result, Shown
+from paceline.parsing.files import free_name
 from paceline.parsing.plain_text import one_line
 from paceline.parsing.units import counted
+from paceline.storage.addresses import is_address
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from paceline_data.inspect.check import DataReport
-    from paceline_data.inspect.findings import FindingEntry
+    from paceline_data.inspect.findings import DataFinding, FindingEntry
     from paceline_data.inspect.gather import Progress
     from paceline_data.inspect.quarantine import Quarantine
     from paceline_data.inspect.wrong_labels import WrongLabel, WrongLabels
 
 _NAMED = 5
+_NAMED_OF_OTHERS = 2  # findings that neither break nor spoil a run
+_ROWS, _ROWS_BESIDE_NAMES = 18, 3  # of a terminal of 24 and 80 columns, for the bad findings; of each of them
 _BAR = 30
 _COLOURS = {"breaks": "bold red", "spoils": "magenta", "costs": "yellow", "notice": "cyan"}
 
@@ -38,11 +44,12 @@ _COLOURS = {"breaks": "bold red", "spoils": "magenta", "costs": "yellow", "notic
 class CheckData:
     """Find images that would break or spoil a run, and likely wrong labels.
 
-    SOURCE is a folder of images, an archive, or a recipe by name or file, whose data section is checked; or a run.
+    SOURCE is a folder of images or an archive, or the address of one (s3://…); a recipe by name or file, whose data
+    section is checked; or a run.
 
-    Every image is read as in a run. The report lists images that a run cannot read (breaks), images in two splits or
-    two classes (spoils), images that are slow to read (costs) and possible mistakes (notice), with file names and
-    advice. KEY=VALUE changes the data section, for example data.validation_fraction=0.1.
+    Every image is read as in a run. The report lists possible mistakes (notice), images that are slow to read (costs),
+    images in two splits or two classes (spoils) and images that a run cannot read (breaks), with file names and advice.
+    KEY=VALUE changes the data section, for example data.validation_fraction=0.1.
 
     With a run, labels of its held-out images or texts that its network contradicts are listed too, the most likely
     wrong ones first, unless it predicts too few to judge them. --folds 5 also checks its training samples: it trains
@@ -85,6 +92,7 @@ class CheckData:
         'Duration of each fold\'s training, such as "3 epochs" (default: as the run).',
     ] = None
     output: Output = None
+    verbose: Annotated[bool, "Show more names, and a histogram of decoding times."] = False
 
     def run(self, log: Log) -> Result:
         """Check the data."""
@@ -128,11 +136,34 @@ class CheckData:
         shown = Shown(
             title="" if self.output is None else "Data check",
             subtitle=self.source,
-            blocks=[*_lines(report, labels)],
+            blocks=[*_lines(report, labels, verbose=self.verbose, following=self._next(report, labels))],
             on_page=[] if labels is None else [*_sheet(labels)],
             ok=passed or "",
         )
         return Document(document=document | ({} if labels is None else {"labels": labels.to_json()}), shown=shown)
+
+    def _next(self, report: DataReport | None, labels: WrongLabels | None) -> str:
+        """Return the command that fits what was found; empty if there is none."""
+        if report is None:
+            return ""
+        typed, paceline = shlex.join((self.source, *self.overrides)), program()
+        is_reviewed = report.is_folder and report.learned == "classes"
+        if report.passed and labels is None:
+            return "" if is_address(self.source) else f"{paceline} train {typed}"
+        if report.passed:
+            return f"{paceline} review {typed}" if labels and labels.found and is_reviewed else ""
+        bad = [each.kind for each in report.findings if each.kind.severity in ("breaks", "spoils")]
+        left = [each for each in bad if each.name not in report.moved]
+        can_move = any(each.name == "leak" or (each.severity == "breaks" and each.name != "layout") for each in left)
+        if can_move and report.is_folder and report.root and report.quarantine is None:
+            root = Path(report.root).absolute()
+            aside = free_name(root.with_name(f"{root.name}-aside"))
+            shown = aside.relative_to(Path.cwd()) if aside.is_relative_to(Path.cwd()) else aside
+            of_data = typed if labels is None else shlex.quote(report.root)  # a run is refused with --quarantine
+            return f"{paceline} check-data {of_data} --quarantine {shlex.quote(str(shown))}"
+        if is_reviewed and any(each.severity == "spoils" for each in left):
+            return f"{paceline} review {typed}"
+        return f"mend what is listed above, then {paceline} check-data {typed}"
 
     def _refuse_unused(self, of_images: bool) -> None:
         """Refuse options that do nothing with a run."""
@@ -186,18 +217,20 @@ def progress_bar() -> Iterator[Progress]:
 _SINGULAR = {"classes": "class", "labels": "label", "numbers": "number"}
 
 
-def _lines(report: DataReport | None, labels: WrongLabels | None) -> Iterator[str | Text]:
-    """Report what was checked, what was found, and whether the data can be trained on."""
+def _lines(
+    report: DataReport | None, labels: WrongLabels | None, *, verbose: bool, following: str
+) -> Iterator[str | Text]:
+    """Report what was checked, then what was found, the worst last, and whether the data can be trained on."""
     from rich.text import Text
 
     if report is not None:
-        yield from _of_images(report)
+        yield from _of_data(report, verbose=verbose)
     if labels is not None:
         yield from _of_labels(labels, report)
     elif report is not None and report.learned == "classes":
         yield "labels    wrong ones are not looked for without a run: train, then `paceline check-data RUN`"
-    if report is not None and report.quarantine is not None:
-        yield from _moved(report.quarantine, report)
+    if report is not None:
+        yield from _findings(report, verbose=verbose)
     wrong = [] if labels is None or not labels.found else [counted(len(labels.found), "likely wrong label")]
     if report is None:
         was_checked = labels is not None and labels.checked
@@ -213,17 +246,17 @@ def _lines(report: DataReport | None, labels: WrongLabels | None) -> Iterator[st
     summary = ", ".join([*said.values(), *wrong]) or "nothing found"
     for severity in ("breaks", "spoils"):
         kinds = {each.kind.name for each in report.findings if each.kind.severity == severity}
-        if report.quarantine is not None and kinds <= report.quarantine.kinds:
+        if kinds <= report.moved:
             summary = summary.replace(f" {severity}", f" {severity}, moved away")
     verdict = "[green]passed[/]" if report.passed else "[bold red]failed[/]"
     processes = counted(report.workers, "process")
     yield Text.from_markup(verdict).append(f": {summary}; {report.seconds:.1f} s with {processes}.")
+    if following:
+        yield one_line(f"Next: {following}")
 
 
-def _of_images(report: DataReport) -> Iterator[str | Text]:
-    """Report the images, what was found among them, and their statistics."""
-    from rich.text import Text
-
+def _of_data(report: DataReport, *, verbose: bool) -> Iterator[str]:
+    """Report what was checked, and its statistics."""
     splits = ", ".join(f"{each['samples']:,} {name}" for name, each in report.splits.items())
     count, noun = report.classes["count"], report.learned
     noun = _SINGULAR[noun] if count == 1 else noun
@@ -231,18 +264,40 @@ def _of_images(report: DataReport) -> Iterator[str | Text]:
     checked, samples = (sum(each[key] for each in report.splits.values()) for key in ("checked", "samples"))
     if checked < samples:
         yield f"looked at {checked:,} of {samples:,} images; duplicates among the others are not found"
-    for finding in report.findings:
-        kind = finding.kind
-        name = f"{finding.count:,} {kind.name.replace('_', ' ')}"
-        heading = f"[{_COLOURS[kind.severity]}]{kind.severity:<6}[/]  [bold]{name}[/]"
-        yield Text.from_markup(heading).append(f": {kind.means}; {kind.advice}")
-        for entry in finding.entries[:_NAMED]:
-            yield f"        {_line(entry, report.root)}"
-        if finding.count > _NAMED:
-            yield f"        … and {finding.count - _NAMED:,} more (--json names them)"
     yield from _figures(report)
     if report.cost:
-        yield from _cost(report)
+        yield from _cost(report, verbose=verbose)
+
+
+def _findings(report: DataReport, *, verbose: bool) -> Iterator[str | Text]:
+    """Report what was found, the worst last, with so few names that the worst and the verdict fit on a screen."""
+    bad = [each for each in report.findings if each.kind.severity in ("breaks", "spoils")]
+    others = [each for each in report.findings if each not in bad]
+    for finding in reversed(others):
+        yield from _finding(finding, report, _NAMED if verbose else _NAMED_OF_OTHERS, counts_more=verbose)
+    left_out = sum(max(each.count - _NAMED_OF_OTHERS, 0) for each in others)
+    if left_out and not verbose:
+        yield f"        {left_out:,} more names are left out; --verbose shows more"
+    most = _NAMED if verbose else min(_NAMED, max(1, _ROWS // max(1, len(bad)) - _ROWS_BESIDE_NAMES))
+    bad.reverse()
+    for finding in sorted(bad, key=lambda each: each.kind.name not in report.moved):
+        yield from _finding(finding, report, most, counts_more=True)
+    if report.quarantine is not None:
+        yield from _moved(report.quarantine, report)
+
+
+def _finding(finding: DataFinding, report: DataReport, most: int, *, counts_more: bool) -> Iterator[str | Text]:
+    from rich.text import Text
+
+    kind, is_moved = finding.kind, finding.kind.name in report.moved
+    name = f"{finding.count:,} {kind.name.replace('_', ' ')}"
+    heading = f"[{_COLOURS[kind.severity]}]{kind.severity:<6}[/]  [bold]{name}[/]"
+    advice = "moved away" if is_moved else kind.advice
+    yield Text.from_markup(heading).append(f": {kind.means}; {advice}")
+    if not is_moved:
+        yield from (f"        {_line(entry, report.root)}" for entry in finding.entries[:most])
+        if counts_more and finding.count > most:
+            yield f"        … and {finding.count - most:,} more (--json names them)"
 
 
 def _of_labels(labels: WrongLabels, report: DataReport | None) -> Iterator[str | Text]:
@@ -338,14 +393,14 @@ def _figures(report: DataReport) -> Iterator[str]:
             yield f"{name:<9} {measured} of the training images; a run uses {of_run}"
 
 
-def _cost(report: DataReport) -> Iterator[str]:
+def _cost(report: DataReport, *, verbose: bool) -> Iterator[str]:
     cost = report.cost
     speed = f"{cost['images_per_second_per_core']:,.0f}"
-    yield (
-        f"decoding  {cost['cpu_ms_per_image']['mean']:.2f} ms of CPU time per image: one core decodes {speed} "
-        f"images/s\n          a network that takes M images/s needs M / {speed} workers, and more for resizing and "
-        "augmentation"
-    )
+    each = f"{cost['cpu_ms_per_image']['mean']:.2f} ms of CPU time per image"
+    yield f"decoding  {each}: one core decodes {speed} images/s{'' if verbose else ' (--verbose: histogram)'}"
+    if not verbose:
+        return
+    yield f"          a network that takes M images/s needs M / {speed} workers, and more for resizing and augmentation"
     largest = max(bar["images"] for bar in cost["histogram"])
     for bar in cost["histogram"]:
         if bar["images"]:

@@ -25,6 +25,7 @@ from paceline.host.machine import available_cores
 from paceline.pages.shown import Document, Result, Shown
 from paceline.parsing.units import counted, format_bytes, format_count, format_seconds
 from paceline.plugins.registry import load_all
+from paceline.storage.cache import local_path
 
 _EVERY_SECONDS = 5.0
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
@@ -46,7 +47,8 @@ class _Pack:
 
     SOURCE is an image folder, a CSV file of paths and labels, parquet tables, WebDataset tars (a folder of them, or
     'train-{000..146}.tar'), a Hugging Face dataset on the local disk (save_to_disk, or parquet), CIFAR-10, CIFAR-100,
-    MNIST or Fashion-MNIST as published, or a packed dataset. Nothing in it is changed. DEST holds Arrow files; reading
+    MNIST or Fashion-MNIST as published, or a packed dataset; or the address of one (s3://…). Nothing in it is changed.
+    DEST holds Arrow files; reading
     them opens no file per image and needs no library. Writing them needs `pip install 'paceline[pack]'`.
 
     If it is interrupted or killed, the same command resumes. DEST is a dataset only once it is complete. The same
@@ -135,7 +137,7 @@ class _Pack:
         for name, packer in PACKERS.items():
             if getattr(self, name):
                 options = {each.name: getattr(self, each.name) for each in fields(packer)}
-                result: Result = packer(**options).pack(self.source, self.destination)
+                result: Result = packer(**options).pack(local_path(self.source, key="SOURCE"), self.destination)
                 return result
         document: dict[str, Any] = {}
         damage: list[str] = []
@@ -144,7 +146,7 @@ class _Pack:
         if self.verify:
             from paceline_data.packing.pack import verify
 
-            root = self.destination or Path(self.source)
+            root = self.destination or Path(local_path(self.source, key="SOURCE"))
             damage = verify(
                 root, self.workers or available_cores(), _progress_logger("read back", format_bytes, "", log)
             )

@@ -118,16 +118,19 @@ class Slurm(_Job):
                 f"--array {self.array}: two values would have the same directory; submit them one by one."
             )
         loaded = [self.checked(log, shape.tasks, shape.gpus_per_task, override) for override, _ in runs]
+        if shape.cores_warning:
+            log(f"note: {shape.cores_warning}")
+        job_python, directory = self.python or sys.executable, Path.cwd()
         script = job_script(
             Job(
                 name=self.job_name or loaded[0].name,
                 shape=shape,
-                python=self.python or sys.executable,
+                python=job_python,
                 arguments=["train", self.recipe, *self.overrides],
                 runs=[[*override, "--run-dir", str(directory)] for override, directory in runs],
                 is_array=self.array is not None,
                 folder=folder,
-                directory=Path.cwd(),
+                directory=directory,
                 setup=self.setup,
             )
         )
@@ -143,7 +146,8 @@ class Slurm(_Job):
             job_id = submit(path)
         directories = [str(directory) for _, directory in runs]
         document = {"script": str(path), "text": script, "job_id": job_id, "run_dirs": directories}
-        said = script.removesuffix("\n") if job_id is None else f"Submitted job {job_id}: {path}"
+        said = f"Submitted job {job_id}: {path} (runs {job_python} in {directory}, on every node)"
+        said = script.removesuffix("\n") if job_id is None else said
         return Document(document=document, shown=Shown(blocks=[said]))
 
 

@@ -325,6 +325,31 @@ def test_from_trained_weights_higher_rates_are_trained(find: Callable[..., Any],
     assert "after trainings with 3 rates" in found.rule
 
 
+def test_trainings_that_all_diverge_suggest_nothing(find: Callable[..., Any], tmp_path: Path) -> None:
+    def diverging(batch: Any, loss: torch.Tensor) -> torch.Tensor:
+        step = batch.slice.step
+        runs.extend([1] * (step == 0))
+        return loss * 0 + (math.inf if len(runs) > 1 and step == 9 else 3 + abs(step - 25) / 20)
+
+    weights = tmp_path / "trained.safetensors"
+    save_file({"scale": torch.tensor(20.0)}, weights)
+    runs: list[int] = []
+    settings = {"make_network": Bright, "on_loss": diverging, "steps": 40}
+    found = find({"model.initialize_from": str(weights)}, **settings).suggestion()
+    assert (found.lr, found.low, found.high) == (None, None, None)
+    assert found.why_not.startswith("cannot tell, since the trainings with rates from ")
+
+
+def test_progress_names_the_test(
+    tiny_recipe: Path, tiny_task: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    paceline.find_lr(tiny_recipe, task=tiny_task(), steps=30, seeds=2)
+    assert {line.partition(", step ")[0] for line in capsys.readouterr().out.splitlines()} == {
+        "test 1 of 2",
+        "test 2 of 2",
+    }
+
+
 def test_a_scaling_rule_is_divided_out(find: Callable[..., Any]) -> None:
     plain = find(steps=60, highest=1.0, lowest=1e-5)
     scaling = {"optimizer.lr_scaling": "linear", "optimizer.lr_reference_batch": 4}

@@ -32,6 +32,7 @@ def photos(tmp_path: Path) -> Path:
         for path in (tmp_path / "photos" / f"{name}.png", tmp_path / "photos" / other / f"copy{number}.png"):
             path.parent.mkdir(parents=True, exist_ok=True)
             picture.save(path)
+    (tmp_path / "photos" / "cat" / "words.png").write_text("words")
     return tmp_path / "photos"
 
 
@@ -59,7 +60,7 @@ def opened(show: Call, url: str) -> Iterator[Call]:
 
     yield open_page
     for each in pages:
-        assert [message for message in each.messages if "409" not in message] == []
+        assert [message for message in each.messages if "409" not in message and "415" not in message] == []
         assert [one for one in each.requests if not one.startswith((url, "blob:", "data:"))] == []
 
 
@@ -70,23 +71,23 @@ def progress(page: Any, text: str) -> None:
 def test_images_are_decided_and_moved_by_keyboard(opened: Call, photos: Path) -> None:
     before = {path.relative_to(photos): path.read_bytes() for path in photos.rglob("*.png")}
     page = opened()
-    progress(page, "1 of 4, 0 decided")
+    progress(page, "1 of 5, 0 decided")
     first = page.text_content("#pictures button[aria-pressed=true] .muted")
     assert len(page.query_selector_all("#pictures img")) == 2
     page.keyboard.press("a")
-    progress(page, "2 of 4, 1 decided")
+    progress(page, "2 of 5, 1 decided")
     page.keyboard.press("o")
     second = page.text_content("#pictures button[aria-pressed=true] .muted")
     page.keyboard.press("m")
     page.keyboard.type("img")
     page.keyboard.press("Enter")
-    progress(page, "3 of 4, 2 decided")
+    progress(page, "3 of 5, 2 decided")
     page.keyboard.press("k")
-    progress(page, "4 of 4, 3 decided")
+    progress(page, "4 of 5, 3 decided")
     page.keyboard.press("ArrowLeft")
-    progress(page, "3 of 4, 3 decided")
+    progress(page, "3 of 5, 3 decided")
     page.keyboard.press("u")
-    progress(page, "3 of 4, 2 decided")
+    progress(page, "3 of 5, 2 decided")
     assert {path.relative_to(photos): path.read_bytes() for path in photos.rglob("*.png")} == before
     page.focus("#review")
     page.keyboard.press("Enter")
@@ -105,13 +106,33 @@ def test_images_are_decided_and_moved_by_keyboard(opened: Call, photos: Path) ->
 def test_two_reviewers_see_each_other(opened: Call, photos: Path) -> None:
     one, other = opened(), opened()
     one.keyboard.press("a")
-    progress(one, "2 of 4, 1 decided")
+    progress(one, "2 of 5, 1 decided")
     other.wait_for_selector("#pictures .decision:has-text('set aside')")  # asked for every few seconds
     other.keyboard.press("k")
-    progress(other, "2 of 4, 1 decided")
+    progress(other, "2 of 5, 1 decided")
     plan = ReviewPlan(photos.parent / "photos-review" / "plan.jsonl")
     plan.refresh()
     assert [each.action for each in plan.decisions.values()] == ["keep"]
+
+
+def test_a_new_class_is_typed_and_a_broken_file_is_set_aside(opened: Call, photos: Path) -> None:
+    page = opened()
+    page.keyboard.press("m")
+    page.keyboard.type("new cat")
+    page.keyboard.press("Enter")
+    progress(page, "2 of 5, 1 decided")
+    page.select_option("#kinds", label="not an image (1)")
+    page.wait_for_selector("#pictures .none:has-text('Cannot be shown')")
+    page.focus("#why")
+    page.keyboard.press("s")
+    progress(page, "1 of 1, 1 decided")
+    assert page.text_content("#summary") == "1 to move, 1 to set aside, 0 kept"
+    plan = ReviewPlan(photos.parent / "photos-review" / "plan.jsonl")
+    plan.refresh()
+    assert [(each.action, each.to, each.new) for each in plan.decisions.values()] == [
+        ("move", "new cat", True),
+        ("aside", None, False),
+    ]
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 1280)])

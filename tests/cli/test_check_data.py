@@ -36,10 +36,11 @@ def photos(tmp_path: Path) -> Path:
 def test_a_clean_folder_passes(paceline_here: Call, photos: Path) -> None:
     done = paceline_here("check-data", "photos")
     assert (done.code, done.err) == (0, "")
-    first, *_, last = done.out.splitlines()
+    first, *_, last, following = done.out.splitlines()
     assert first == "photos: image_folder, 2 classes, 22 train, 6 validation"
     assert last.startswith("passed: nothing found; ")
     assert "one core decodes" in done.out
+    assert following == "Next: paceline train photos"
     assert "wrong ones are not looked for without a run: train, then `paceline check-data RUN`" in done.out
     for name in ("2024", "photos #2", "[red]: cats"):  # with a meaning in YAML
         photos = photos.rename(photos.with_name(name))
@@ -58,6 +59,67 @@ def test_what_breaks_a_run_is_named_with_what_to_do(paceline_here: Call, photos:
     assert "        cat/empty-[red]0\\n.jpg" in done.out
     assert "… and 2 more (--json names them)" in done.out
     assert "failed: 8 breaks; " in done.out
+
+
+def rows(line: str) -> int:
+    """Of a terminal of 80 columns."""
+    return max(1, -(-len(line) // 80))
+
+
+def test_what_is_wrong_and_the_verdict_are_on_the_last_screen(paceline_here: Call, photos: Path) -> None:
+    for number in range(9):
+        Image.new("RGB", (80, 72), (20 * number, 9, 9)).save(photos / "cat" / f"flat{number}.png")
+        (photos / "cat" / f"empty{number}.jpg").touch()
+        (photos / "dog" / f"words{number}.jpg").write_text("words")
+        (photos / "dog" / f"film{number}.mp4").touch()
+    (photos / "bird").mkdir()
+    (photos / "cat" / "of-a-dog.jpg").write_bytes((photos / "dog" / "01.jpg").read_bytes())
+    done = paceline_here("check-data", "photos", "data.image_size=1024").ended(1)
+    lines = done.out.splitlines()
+    first_bad = next(number for number, line in enumerate(lines) if line.startswith(("breaks", "spoils")))
+    assert {line[:6] for line in lines[:first_bad]} >= {"notice"}
+    assert sum(map(rows, lines[first_bad:])) < 24
+    assert [line.split(":")[0] for line in lines[first_bad:] if line[:6] in ("breaks", "spoils")][-1][:6] == "breaks"
+    assert lines[-2].startswith("failed: ")
+    assert lines[-1] == "Next: paceline check-data photos data.image_size=1024 --quarantine photos-aside"
+    assert any("more names are left out; --verbose shows more" in line for line in lines)
+    whole = paceline_here("check-data", "photos", "data.image_size=1024", "--verbose").ended(1).out
+    assert "slowest: " in whole
+    assert "slowest: " not in done.out
+    assert len(whole.splitlines()) > len(lines)
+
+
+def test_an_empty_folder_is_not_a_class(paceline_here: Call, photos: Path) -> None:
+    for number in range(1, 13):
+        (photos / "dog" / f"{number:02}.jpg").unlink()
+    for number in range(20):
+        Image.new("RGB", (80, 72), (9 * number, 9, 200)).save(photos / "cat" / f"more{number}.png")
+    (photos / "bird").mkdir()
+    done = paceline_here("check-data", "photos", "data.validation_fraction=0").ended(1)
+    assert done.out.startswith("photos: image_folder, 2 classes, ")
+    assert "notice  1 small class" in done.out
+    assert "        dog (2 images)" in done.out
+    assert "bird (0 images)" not in done.out
+    assert "        cat (34 images)" in done.out
+
+
+@pytest.mark.parametrize(
+    ("options", "following"),
+    [
+        ((), "check-data photos --quarantine photos-aside"),
+        (("--quarantine", "aside"), "review photos"),
+    ],
+)
+def test_what_comes_next_fits_what_was_found(
+    options: tuple[str, ...], following: str, paceline_here: Call, photos: Path
+) -> None:
+    (photos / "cat" / "empty.jpg").touch()
+    (photos / "dog" / "of-a-cat.jpg").write_bytes((photos / "cat" / "03.jpg").read_bytes())
+    done = paceline_here("check-data", "photos", *options).ended(1)
+    assert done.out.splitlines()[-1] == f"Next: paceline {following}"
+    if options:
+        assert "empty file: it has no content; moved away" in done.out
+        assert "cat/empty.jpg" not in done.out
 
 
 def test_what_only_costs_or_is_odd_passes(paceline_here: Call, photos: Path) -> None:
@@ -141,7 +203,7 @@ def test_what_was_moved_is_said_where_something_else_is_wrong(paceline_here: Cal
     (photos / "cat" / "empty.jpg").touch()
     (photos / "dog" / "of-a-cat.jpg").write_bytes((photos / "cat" / "03.jpg").read_bytes())
     done = paceline_here("check-data", "photos", "--quarantine", "aside").ended(1)
-    assert done.out.splitlines()[-1].startswith("failed: 1 breaks, moved away, 1 spoils")
+    assert done.out.splitlines()[-2].startswith("failed: 1 breaks, moved away, 1 spoils")
 
 
 SLOW = """

@@ -58,7 +58,7 @@ def test_a_script_is_kept_with_the_run_and_submitted(paceline_here: Call, tmp_pa
     assert (printed.code, sbatch.exists(), (tmp_path / "runs").exists()) == (0, False, False)
     done = paceline_here(*words)
     script = tmp_path / "runs" / "a" / "slurm-job.sh"
-    assert done.out == f"Submitted job 41: {script}\n"
+    assert done.out == f"Submitted job 41: {script} (runs {sys.executable} in {tmp_path}, on every node)\n"
     assert sbatch.read_text() == f"--parsable {script}\n"
     assert script.read_text() == printed.out
     assert f"#SBATCH --chdir={tmp_path}\n" in printed.out
@@ -76,6 +76,7 @@ def test_a_recipe_for_gpus_can_be_queued_where_there_are_none(paceline_here: Cal
     words = ("digits", "parallel.device=cuda", "--run-dir=~no-such-user/r", "--gpus-per-task=1", "--tasks-per-node=4")
     done = paceline_here("launch", "slurm", *words, "--dry-run").ended(0)
     assert "#SBATCH --gpus-per-node=4\n" in done.out
+    assert "note: Without --cpus-per-task many clusters give each GPU's process one core" in done.err
 
 
 def test_a_run_begins_beside_its_script(paceline: Call, tmp_path: Path, tiny: tuple[str, ...]) -> None:

@@ -122,7 +122,7 @@ REFUSED = {
     "a bomb": (lambda: form(bomb(2**31 - 1, 2**31 - 1)), {}, 422, "at most 30,000 pixels"),
     "beyond what Pillow opens": (lambda: form(bomb(100_000, 100_000)), {}, 422, "at most 30,000"),
     "a program": (lambda: form(picture(0, "EPS")), {}, 422, "not an image"),
-    "tiles": (lambda: form(picture(0, "TIFF")), {}, 422, "not an image"),
+    "tiles": (lambda: form(picture(0, "TIFF")), {}, 422, "a TIFF image, which is not accepted"),
     "cut off": (lambda: form(picture(0))[:-20], {}, 400, "last boundary"),
     "no form": (lambda: b"{}", {"Content_Type": "application/json"}, 415, "multipart/form-data"),
     "no boundary": (lambda: form(picture(0)), {"Content_Type": "multipart/form-data"}, 400, "boundary"),

@@ -545,3 +545,4 @@ def test_a_planted_fault_is_named_first(plant: Plant, name: str, tmp_path: Path)
     assert [each.name for each in judgement.findings][:1] == [name], str(judgement)
     assert judgement.findings[0].evidence in str(judgement)
     assert judgement.findings[0].fix in str(judgement)
+    assert str(judgement).count("by guessing") <= 1

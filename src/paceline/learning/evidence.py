@@ -85,12 +85,17 @@ class LossFit:
         values = self.figures["labels" if self.of_classes else "values"]
         return certain or (share is not None and share < _LEARNED - 1 / math.sqrt(max(values, 1)) / 4)
 
-    def __str__(self) -> str:
+    @property
+    def reached(self) -> str:
+        """The score with its interval, without that of a guess."""
         if self.of_classes:
             low, high = (100 * min(max(self.score + sign * 1.96 * self.error, 0), 1) for sign in (-1, 1))
-            return (
-                f"{100 * self.score:.3g} % right ({low:.3g} to {high:.3g}), and {100 * self.chance:.3g} % by guessing"
-            )
+            return f"{100 * self.score:.3g} % right ({low:.3g} to {high:.3g})"
+        return str(self)
+
+    def __str__(self) -> str:
+        if self.of_classes:
+            return f"{self.reached}, and {100 * self.chance:.3g} % by guessing"
         return f"a correlation of {self.score:.2g} between answers and targets (± {1.96 * self.error:.2g})"
 
 

@@ -618,7 +618,7 @@ def loss_ignores_targets(evidence: LearningEvidence) -> str | None:
     if late is None or late.figures["loss"] is not None or late.is_above_chance or len(losses) < 4:
         return None
     # By guessing, a loss may fall too, from that of the first random answers.
-    return f"from {losses[0]:.4g} to {losses[-1]:.4g}, with {late}" if losses[-1] < 0.3 * losses[0] else None
+    return f"from {losses[0]:.4g} to {losses[-1]:.4g}, with {late.reached}" if losses[-1] < 0.3 * losses[0] else None
 
 
 @rule(
@@ -644,7 +644,7 @@ def labels_unrelated(evidence: LearningEvidence) -> str | None:
         return None  # a language model learns slowly, and its text is its labels
     trained = evidence.trained
     if trained is not None and trained.is_above_chance:
-        return f"in training it reaches {trained}"
+        return f"in training it reaches {trained.reached}"
     share = None if trained is None else trained.loss_share
     is_at_prior = share is not None and abs(share - 1) < 0.05
     if not (evidence.has_settled or is_at_prior):

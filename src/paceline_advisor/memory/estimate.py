@@ -301,7 +301,12 @@ class MemoryEstimate:
             blocks.append("(a few per cent more may fit on GPUs other than the requested one)")
         if self.savings:
             rows = [each.row() for each in self.savings]
-            blocks.append(Table(columns=("change", "needs", "saves"), rows=rows, caption="Ways to save memory"))
+            micro_batches = f"micro-batches of {format_count(plan.micro_batch_size)} on each process"
+            blocks.append(
+                Table(
+                    columns=("change", "needs", "saves"), rows=rows, caption=f"Ways to save memory, in {micro_batches}"
+                )
+            )
         verdict = self.verdict
         blocks.append(f"\nOn {verdict.processes} processes: {verdict.strategy}, since {verdict.reason}.")
         blocks += [f"note: {notice}" for notice in self.notices]
@@ -317,7 +322,12 @@ class MemoryEstimate:
         parts = f", {plan.accumulation_steps} to a step" if plan.accumulation_steps > 1 else ""
         at = f" in {peak.layer}" if peak.layer else ""
         moment = f"in the {peak.phase or 'first moment'}{at} ({peak.operation.split('.')[0]})"
-        lines = {
+        lines = {}
+        if self.memory is not None and self.left is not None and not self.fits:
+            fix = f"; batch.micro_size={self.micro_size} does" if self.micro_size else ""
+            short = format_bytes(-self.left)
+            lines["device memory"] = f"{format_bytes(self.memory)}: it does not fit, {short} short{fix}"
+        lines |= {
             "step": f"{plan.strategy}, {plan.world_size} process{'es' * (plan.world_size > 1)}, micro-batches of "
             f"{format_count(plan.micro_batch_size)}{parts}, {plan.precision}",
             "peak allocated": f"{format_bytes(peak.allocated)}, {moment}",
@@ -337,10 +347,8 @@ class MemoryEstimate:
         lines["total"] = format_bytes(self.needed) if self.measured is None else self.measured.in_words()
         if peak.reserved is not None:
             lines["minimum"] = f"{format_bytes(self.least)} (after PyTorch frees cached memory)"
-        if self.memory is not None and self.left is not None:
-            if not self.fits:
-                verdict = f"it does not fit, {format_bytes(-self.left)} short"
-            elif self.needed <= self.memory:
+        if self.memory is not None and self.left is not None and self.fits:
+            if self.needed <= self.memory:
                 verdict = f"it fits, {format_bytes(self.left)} left"
             else:
                 more = format_bytes(self.needed - self.memory)

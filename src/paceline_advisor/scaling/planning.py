@@ -17,7 +17,15 @@ from paceline.recipe.schema import Recipe
 from paceline_advisor import Json, as_json, frozen, picked
 from paceline_advisor.scaling.commands import PlanTraining
 from paceline_advisor.scaling.room import Room, cluster_of, rooms
-from paceline_advisor.scaling.study import MOST_HERE, ScaleReport, Scaling, ScalingRow, filled_table, shown_hours
+from paceline_advisor.scaling.study import (
+    MOST_HERE,
+    ScaleReport,
+    Scaling,
+    ScalingRow,
+    device_words,
+    filled_table,
+    shown_hours,
+)
 
 LARGEST_WITHOUT_LOSS = 8192
 """Largest batch, in samples, that costs ResNet-50 no accuracy in as many epochs of ImageNet (Goyal et al. 2017)."""
@@ -28,7 +36,7 @@ ONE_DEVICE_UNCERTAINTY = 0.08
 """Added to the hours of one device, as a fraction of them, for evaluations and records; assumed, not measured."""
 
 _COLUMNS = (
-    *("GPUs", "strategy", "batch", "lr", "samples/s", "efficiency", "time", "time at worst", "cost"),
+    *("strategy", "batch", "lr", "samples/s", "efficiency", "time", "time at worst", "cost"),
     *("cost at worst", "limited by"),
 )
 
@@ -75,7 +83,7 @@ class Choice:
             return f"at worst ${self.high_cost:,.2f}, over --budget {options.budget:g}"
         if self.high_cost is not None:
             return f"at worst ${self.high_cost:,.2f}, more than the deadline needs"
-        return "more GPU hours than the deadline needs"
+        return "more device hours than the deadline needs"
 
     @property
     def high_gpu_hours(self) -> float:
@@ -153,18 +161,21 @@ class TrainingPlan:
     def __paceline__(self) -> Shown:
         """Show every number of GPUs tried, and details of the chosen or closest one."""
         remarks: list[str] = []
+        one, many = device_words(self.report.cluster)
         if self.report.is_bound:
-            remarks = ["No choice from a bound that no GPU reaches; give one GPU's --throughput. The best candidate:"]
+            remarks = [
+                f"No choice from a bound that no {one} reaches; give one {one}'s --throughput. The best candidate:"
+            ]
         elif self.chosen is None:
             remarks = ["No configuration meets the target; the closest:"]
         choice = self.chosen or self.nearest
         if self.chosen is not None:
-            faster = [f"{gpus} GPUs ({why})" for gpus, why in self.faster.items()]
+            faster = [f"{gpus} {many} ({why})" for gpus, why in self.faster.items()]
             remarks += [f"Faster, but not chosen: {'; '.join(faster)}."] if faster else []
         found, cluster = choice.row.prediction, self.report.cluster
         grown = choice.row.batch != self.recipe_batch
         pairs = {
-            "GPUs": f"{found.devices} on {cluster.title}; {cluster.nodes(found.devices)} node(s)"
+            many: f"{found.devices} on {cluster.title}; {cluster.nodes(found.devices)} node(s)"
             + f"; {self.why}" * bool(self.chosen),
             "strategy": f"{choice.row.strategy}: {choice.reason}",
             "memory": "" if choice.room is None else choice.room.why,
@@ -175,12 +186,12 @@ class TrainingPlan:
             "warning": choice.warning,
         }
         return Shown(
-            title=f"GPUs for {self.report.recipe} on {cluster.title}",
+            title=f"{many[0].upper()}{many[1:]} for {self.report.recipe} on {cluster.title}",
             blocks=[
-                filled_table(_COLUMNS, [each.table_row() for each in self.choices], ""),
+                filled_table((many, *_COLUMNS), [each.table_row() for each in self.choices], ""),
                 *remarks,
                 {name: text for name, text in pairs.items() if text},
-                f"  Not predicted: one GPU ({self.report.basis}), batch, price. Everything else is predicted.",
+                f"  Given: one {one} ({self.report.basis}), the batch and the price. Predicted: the rest.",
                 *(f"  note: {notice}" for notice in self.report.notices),
             ],
             ok=self.chosen is not None or "",
@@ -251,7 +262,9 @@ def plan_training(options: PlanTraining, log: Log) -> TrainingPlan:
         chosen=None if report.is_bound else best,
         choices=tuple(choices),
         nearest=nearest,
-        why=f"{'cheapest' if priced else 'fewest GPU hours'} for the deadline" if timed else "fastest for the budget",
+        why=f"{'cheapest' if priced else 'fewest device hours'} for the deadline"
+        if timed
+        else "fastest for the budget",
         faster={each.gpus: each.why_not(options) for each in choices if each.high_hours < nearest.high_hours},
         recipe_batch=recipe_batch,
         recipe_lr=recipe.optimizer.lr * lr_factor(recipe, recipe_batch),
@@ -276,13 +289,14 @@ def _sizes(recipe: Recipe, options: PlanTraining) -> tuple[int, ...]:
         usable = set(usable_processes(recipe, 1, most))
         sizes = [size for size in sizes if size in usable]
     if not sizes:
-        raise RecipeError("no number of GPUs can share this recipe's global batch; see batch.global_size.")
+        many = device_words(cluster)[1]
+        raise RecipeError(f"no number of {many} can share this recipe's global batch; see batch.global_size.")
     return tuple(sizes)
 
 
 def _strategy(recipe: Recipe, scaling: Scaling, size: int, memory: int | None) -> tuple[str, str]:
     if size == 1:
-        return "single", "1 GPU"
+        return "single", f"1 {device_words(scaling.cluster)[0]}"
     if recipe.parallel.strategy != "auto":
         return recipe.parallel.strategy, f"parallel.strategy={recipe.parallel.strategy}"
     if scaling.subject.unsharded:

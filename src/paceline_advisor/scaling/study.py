@@ -94,13 +94,13 @@ _MOST_OF_LINEAR = 1.25
 _ROUNDS = 5
 _COLUMNS = ("strategy", "batch", "passes", "samples/s", "90 % range", "efficiency", "time", "cost", "limited by")
 _REASONS: Mapping[Cause, str] = {
-    "communication": "gradients between the GPUs cost {part}; accumulate more, compress them, or use a faster network",
+    "communication": "gradients between {many} cost {part}; accumulate more, compress them, or use a faster network",
     "sharing": "sharing a node's power, memory and host costs {part}, as on most published machines",
     "host": "the host's work for each tensor costs {part}; bf16 instead of fp16 avoids most of it",
     "update": "the optimizer's update costs {part}, since fewer passes share it; accumulate more",
-    "waiting": "waiting for the slowest GPU costs {part}",
+    "waiting": "waiting for the slowest {one} costs {part}",
     "data": "the nodes' cores cannot decode more samples, which costs {part}; pack the data, or add cores",
-    "launching": "each GPU's share is so small that launching its kernels costs {part}; give each GPU more samples",
+    "launching": "each {one}'s share is so small that launching its kernels costs {part}; give each {one} more samples",
     "cores": "the processes share the machine's cores, which costs {part}; use fewer",
 }
 _LOSS_TO_EXPLAIN = 0.05
@@ -193,7 +193,7 @@ class ScaleReport:
     def __paceline__(self) -> Shown:
         """Show each size and strategy with its rate, range, hours and cost."""
         measured = any(row.measured is not None for row in self.rows)
-        devices = "processes" if self.cluster.shares_cores else "GPUs"
+        one, devices = device_words(self.cluster)
         columns = (devices, *_COLUMNS, *(("measured", "error") if measured else ()))
         rows = []
         for row in self.rows:
@@ -211,7 +211,7 @@ class ScaleReport:
         meaning = "  The range held 90 % of the published rates of networks that were left out of the fit."
         if self.is_bound:
             meaning = (
-                "  These are upper bounds for one GPU and its multiples, not expected rates: give one GPU's "
+                f"  These are upper bounds for one {one} and its multiples, not expected rates: give one {one}'s "
                 "--throughput."
             )
         return Shown(
@@ -233,12 +233,12 @@ class ScaleReport:
         found = row.prediction
         if found.efficiency > 1 - _LOSS_TO_EXPLAIN or found.limit == "computing":
             return ""
-        devices = "processes" if self.cluster.shares_cores else "GPUs"
+        one, devices = device_words(self.cluster)
         seconds = found.parts[found.limit]
         part = f"{seconds / found.seconds:.0%} of a step ({1000 * seconds:.3g} of {1000 * found.seconds:.3g} ms)"
         return (
             f"{found.devices} {devices} with {row.strategy} reach {found.efficiency:.0%} of linear scaling: "
-            f"{_REASONS[found.limit].format(part=part)}."
+            f"{_REASONS[found.limit].format(part=part, one=one, many=devices)}."
         )
 
     def _chart(self, devices: str) -> Chart:
@@ -268,6 +268,11 @@ class ScaleReport:
             },
             description=f"Samples per second by the number of {devices}; bars show the range of the prediction.",
         )
+
+
+def device_words(cluster: Cluster) -> tuple[str, str]:
+    """Return what to call one device of a cluster, and several: CPUs run several processes."""
+    return ("process", "processes") if cluster.shares_cores else ("GPU", "GPUs")
 
 
 def filled_table(columns: Sequence[str], rows: Sequence[Sequence[object]], caption: str) -> Table:
@@ -396,11 +401,12 @@ class Scaling:
             size, rate = measured.gpus, measured.rate
             row = self._row(self.shares[size], measured_strategy, ones[size], links.get(size), price, 1.0)
             alone_rate = row.prediction.single_rate
-            beyond = rate / (size * alone_rate)
+            beyond, (single, many) = rate / (size * alone_rate), device_words(self.cluster)
             if beyond > _MOST_OF_LINEAR and not is_bound:
                 raise RecipeError(
-                    f"--gpus-measured {size}:{rate:g} is {beyond:.3g} times {size} GPUs of {alone_rate:g} samples/s; "
-                    f"at most {_MOST_OF_LINEAR} times is accepted: give the rate of all GPUs together, and of one GPU."
+                    f"--gpus-measured {size}:{rate:g} is {beyond:.3g} times {size} {many} of {alone_rate:g} samples/s; "
+                    f"at most {_MOST_OF_LINEAR} times is accepted: give the rate of all {many} together, and of one "
+                    f"{single}."
                 )
             if rate < alone_rate:
                 notices.append(f"{size} devices were measured slower than one: check both rates")
@@ -419,8 +425,8 @@ class Scaling:
             for strategy in (self._strategies if size > 1 else self._strategies[:1])
         ]
         if price is not None and any(row.paid > row.prediction.devices for row in rows):
-            each = self.cluster.devices_per_node
-            notices.append(f"costs are those of whole nodes of {each} GPUs; --shared-node prices only the GPUs used")
+            each = f"{self.cluster.devices_per_node} {device_words(self.cluster)[1]}"
+            notices.append(f"costs are those of whole nodes of {each}; --shared-node prices only those used")
         if self._strategies != options.strategies:
             notices.append(f"FSDP {self.subject.unsharded}")
         if options.has_figure and options.one_gpu_batch is None and options.batch_per_gpu is None:

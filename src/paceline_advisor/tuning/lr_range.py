@@ -467,7 +467,13 @@ def _best_trained(
         tests = train(LearningRate(name="cosine", peak=rates[-1], total_steps=steps, warmup_steps=steps // 10))
         ended = any(len(each.losses) < steps for each in tests)
         losses.append(math.inf if ended else statistics.mean(loss for each in tests for loss in each.losses[-last:]))
-        log(f"trained with rate {rates[-1]:.3g}: loss {losses[-1]:.4g}")
+        outcome = f"loss {losses[-1]:.4g}" if math.isfinite(losses[-1]) else "diverged"
+        log(f"trained with rate {rates[-1]:.3g}: {outcome}")
+    if not any(map(math.isfinite, losses)):
+        tried = f"{rates[0]:.3g} to {rates[-1]:.3g}"
+        why_not = f"cannot tell, since the trainings with rates from {tried} diverged; try a lower --highest"
+        trained = replace(chosen, lr=None, low=None, high=None, why_not=why_not)
+        return replace(found, suggestions={**found.suggestions, MEDIAN: trained})
     best = lowest_between(rates, losses)
     words = (
         f"the lowest loss after trainings with {len(rates)} rates, from the tests' one up; in brackets a third and 3 x"
@@ -488,10 +494,11 @@ def _tests(
     world = read_launch(os.environ).world
     recipe = as_tested(loaded.recipe, sweep.planned_steps, world_size=world.world_size)
     tests = []
-    for seed in seeds:
+    for number, seed in enumerate(seeds, start=1):
+        test_log = partial(_log_of_test, log, f"test {number} of {len(seeds)}") if len(seeds) > 1 else log
         with restore_globals(recipe.parallel.device), _scratch(world) as run_dir:
             tested = LoadedRecipe(replace(recipe, seed=recipe.seed + seed), loaded.name)
-            taken, plan, stop = take_steps(tested, Options(run_dir=run_dir, task=task), sweep, log, rates)
+            taken, plan, stop = take_steps(tested, Options(run_dir=run_dir, task=task), sweep, test_log, rates)
         if taken.ending == "signal":  # which the run treated as a stop request
             if world.world_size == 1 and stop == signal.SIGINT.name:
                 raise KeyboardInterrupt
@@ -506,6 +513,10 @@ def _tests(
             )
         tests.append(taken)
     return plan, tests
+
+
+def _log_of_test(log: Callable[[str], None], test: str, line: str) -> None:
+    log(f"{test}, {line}")
 
 
 def _result(loaded: LoadedRecipe, sweep: Sweep, plan: Plan, tests: Sequence[SweepSteps]) -> RangeTest:

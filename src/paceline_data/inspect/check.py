@@ -14,6 +14,7 @@ from paceline.data.image.dataset import strata
 from paceline.data.image.source import ArraySource, JoinedSource, encoded_source, leaf_sources
 from paceline.errors import PacelineError, RecipeError
 from paceline.host.machine import available_cores
+from paceline.storage.addresses import is_address
 from paceline_data.inspect.findings import (
     DataFinding,
     class_figures,
@@ -46,6 +47,7 @@ class DataReport:
         cost: Statistics of decoding; empty for images in memory.
         workers: Number of reading processes.
         seconds: Duration.
+        is_folder: Whether it is a folder of class folders on this machine.
         quarantine: Quarantined files, if requested.
         unusable: Why the remaining data cannot be trained on; empty if it can, or if nothing was moved.
     """
@@ -63,15 +65,20 @@ class DataReport:
     cost: dict[str, Any]
     workers: int
     seconds: float
+    is_folder: bool = False
     quarantine: Quarantine | None = None
     unusable: str = ""
 
     @property
+    def moved(self) -> frozenset[str]:
+        """Names of the findings whose files were all moved away."""
+        return frozenset() if self.quarantine is None else self.quarantine.kinds
+
+    @property
     def passed(self) -> bool:
         """Whether the remaining data would neither break nor spoil a run."""
-        moved = frozenset() if self.quarantine is None else self.quarantine.kinds
         return not self.unusable and not any(
-            each.kind.severity in ("breaks", "spoils") and each.kind.name not in moved for each in self.findings
+            each.kind.severity in ("breaks", "spoils") and each.kind.name not in self.moved for each in self.findings
         )
 
     @property
@@ -126,7 +133,7 @@ def check_data(
     """Check images for anything that would break or spoil a run.
 
     Args:
-        source: A folder, an archive, a recipe's name or file.
+        source: A folder, an archive, the address of one, a recipe's name or file.
         overrides: Changes to the recipe's data section.
         workers: Number of reading processes; None for one per core.
         limit: Number of images to check, evenly spread; None for all.
@@ -137,12 +144,13 @@ def check_data(
         PacelineError: If there is nothing to check.
     """
     begin = time.perf_counter()
-    subject = open_subject(source, overrides)
-    if quarantine is not None:
-        if subject.root is None or not subject.is_folder:
-            raise RecipeError(
-                f"--quarantine moves files out of a folder of class folders, which {source!r} is not; leave it out."
-            )
+    subject = None if quarantine is not None and is_address(source) else open_subject(source, overrides)
+    if quarantine is not None and (subject is None or subject.root is None or not subject.is_folder):
+        raise RecipeError(
+            f"--quarantine moves files out of a folder of class folders here, which {source!r} is not; leave it out."
+        )
+    assert subject is not None
+    if quarantine is not None and subject.root is not None:
         check_place(subject.root, quarantine)
     # Images without exactly one class are checked as if they had one.
     samples = JoinedSource(subject.splits, np.concatenate([strata(each.labels) for each in subject.splits.values()]))
@@ -188,6 +196,7 @@ def check_data(
         pixels=pixel_figures(subject, gathered, read),
         cost={} if is_in_memory else cost_figures(gathered, read),
         workers=workers,
+        is_folder=subject.is_folder,
         quarantine=moved,
         unusable=unusable,
         seconds=time.perf_counter() - begin,

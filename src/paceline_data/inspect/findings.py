@@ -111,7 +111,7 @@ _SLOWEST = 5
 
 
 def class_counts(subject: CheckedData) -> dict[str, NDArray[np.int64]]:
-    """Count the samples of each class or label, by split; empty for numeric targets."""
+    """Count the samples of each class or label, by split; without classes for numeric targets."""
     count = 0 if subject.learned == "numbers" else len(subject.dataset.classes)
     labels = {name: source.labels for name, source in subject.splits.items()}
     if subject.learned == "classes":
@@ -119,13 +119,23 @@ def class_counts(subject: CheckedData) -> dict[str, NDArray[np.int64]]:
     return {name: (each[:, :count] == 1).sum(axis=0) for name, each in labels.items()}
 
 
+def _without_images(subject: CheckedData) -> NDArray[np.bool_]:
+    """Return a mask of the classes whose folders are empty in every split: they are findings, not classes."""
+    counts: NDArray[np.int64] = np.sum(list(class_counts(subject).values()), axis=0)
+    empty = {os.path.basename(path) for kind, path, _ in subject.problems.bad if kind == "empty_folders"}
+    names = subject.dataset.classes[: len(counts)]
+    is_empty: NDArray[np.bool_] = (counts == 0) & np.array([name in empty for name in names], dtype=bool)
+    return is_empty
+
+
 def class_figures(subject: CheckedData) -> dict[str, Any]:
     """Return the sample counts per class and their imbalance."""
-    counts = class_counts(subject)
+    counts, is_empty = class_counts(subject), _without_images(subject)
     train = counts["train"]
-    smallest, largest = (int(train.min()), int(train.max())) if len(train) else (0, 0)
+    kept = train[~is_empty]
+    smallest, largest = (int(kept.min()), int(kept.max())) if len(kept) else (0, 0)
     return {
-        "count": len(subject.dataset.classes),
+        "count": len(subject.dataset.classes) - int(is_empty.sum()),
         "smallest_train": smallest,
         "largest_train": largest,
         "imbalance": largest / smallest if smallest else None,
@@ -351,9 +361,9 @@ def _pairs(gathered: SampleFacts, name: str, pairs: Ids) -> Iterator[DataFinding
 
 
 def _of_classes(subject: CheckedData) -> Iterator[DataFinding]:
-    counts = class_counts(subject)
-    train, held_out = counts["train"], counts["validation"]
-    classes = subject.dataset.classes[: len(train)]
+    counts, is_empty = class_counts(subject), _without_images(subject)
+    train, held_out = (counts[split][~is_empty] for split in ("train", "validation"))
+    classes = [name for name, skipped in zip(subject.dataset.classes, is_empty, strict=False) if not skipped]
 
     def sized(number: int) -> FindingEntry:
         count = int(train[number])

@@ -140,8 +140,8 @@ def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
     if not has_images(recipe):
         reads = "paceline.fit" if recipe.objects else f"`paceline train {source} --plan-only`"
         raise DataError(
-            f"check-data looks at images, not at task={recipe.task} with data.dataset={recipe.data.dataset}; nothing "
-            f"was checked. {reads} reads the data and reports what is wrong."
+            f"check-data and review look at images, not at task={recipe.task} with data.dataset={recipe.data.dataset}; "
+            f"nothing was checked. {reads} reads the data and reports what is wrong."
         )
     for key in set_by(overrides):
         if not key.startswith("data.") or (key.startswith(_WITHOUT_EFFECT) and not is_reference(recipe.data.dataset)):
@@ -153,16 +153,17 @@ def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
 
 
 def _load(source: str, overrides: Sequence[str]) -> Recipe:
-    path = Path(source).expanduser()
+    local = local_path(source, key="SOURCE")
+    path = Path(local).expanduser()
     is_recipe = source in shipped_recipes() or path.suffix in (".yaml", ".yml") or (path / "recipe.yaml").is_file()
     if is_recipe:
-        return load_recipe(source, overrides).recipe
+        return load_recipe(local, overrides).recipe
     located = f"data.path={yaml_line(source)}"
     if annotated := annotated_at(path):
         base, *options = _BASES[annotated[0].kind]
         return load_recipe(base, [*options, f"data.dataset={annotated[0].name}", located, *overrides]).recipe
     try:
-        kind = detect_dataset(source)
+        kind = detect_dataset(local)
     except DataError as error:
         raise DataError(
             f"{source!r} is not a folder or archive of images, a recipe file or a shipped recipe ({error})", path=source

@@ -28,7 +28,7 @@ _BACK = b"""\
 back() {
     if [ ! -e "$1" ] && [ ! -L "$1" ]; then return; fi
     if [ -e "$2" ] || [ -L "$2" ]; then echo "not moved back, since there is another: $2" >&2; return; fi
-    mkdir -p "$(dirname "$2")" && mv "$1" "$2"
+    mkdir -p "$(dirname "$2")" && mv "$1" "$2" && { rmdir "$(dirname "$1")" 2>/dev/null || true; }
 }
 """
 

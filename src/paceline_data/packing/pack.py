@@ -46,6 +46,7 @@ from paceline.errors import DataError
 from paceline.parsing.plain_text import load_json
 from paceline.parsing.units import format_bytes, format_count
 from paceline.recipe.data import Data
+from paceline.storage.cache import local_path
 from paceline_data.packing.origins import OpenedOrigin, open_origin
 from paceline_data.packing.shards import (
     Progress,
@@ -230,7 +231,7 @@ class Request:
     """What to pack, and how.
 
     Attributes:
-        source: A file, a folder, or a pattern of tars.
+        source: A file, a folder, a pattern of tars, or an address.
         destination: The directory of the packed dataset.
         kind: Kind of source; None to detect it.
         mode: Storage mode; None for ``original``, or ``raw`` if the source contains pixels.
@@ -272,12 +273,13 @@ def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> tu
         PackingError: If the disk fails; the same command resumes.
     """
     require_pyarrow()
-    root, source = request.destination, Path(request.source).expanduser().resolve()
+    path = local_path(request.source, key="SOURCE")
+    root, source = request.destination, Path(path).expanduser().resolve()
     if root.resolve() == source or (source.is_dir() and source in root.resolve().parents):
         raise DataError(
             f"DEST {str(root)!r} is inside SOURCE, which is only read: choose a directory elsewhere.", path=root
         )
-    opened = open_origin(request.source, request.kind, request.part)
+    opened = open_origin(path, request.kind, request.part)
     form = _choose_form(request, opened)
     say(_described(request, opened, form))
     for sentence in opened.left_out:

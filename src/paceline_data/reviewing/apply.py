@@ -16,13 +16,15 @@ from pathlib import Path, PurePath
 
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.errors import DataError, PacelineError, data_error, did_you_mean
-from paceline.parsing.files import free_name, is_folder, visible_entries
+from paceline.parsing.files import free_name, is_folder, is_ignored, visible_entries
 from paceline.records.run_directory import file_operation
 from paceline_data.inspect.quarantine import UNDO, check_place, led_to, move_files
 from paceline_data.reviewing.plan import Decision, ReviewPlan, content_digest
 
 ASIDE = "aside"
 _NAMED = 5
+_SPLITS = ("train", "val", "test")  # such a folder next to the classes would be read as a split
+_LONGEST_NAME = 255  # bytes of a file's name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,7 @@ def apply_plan(plan: ReviewPlan, root: Path, *, version: int | None = None) -> A
                 f"{str(plan.path)!r}: nothing was moved.", *problems[:_NAMED], *more, advice, path=plan.path
             )
         move_files(moves, folder, str(plan.path))
-        for parent in {path.parent for path in (*done, *(path for path, _ in moves))}:
+        for parent in {path.parent for path in (*done, *(path for path, _ in moves))} - {root}:
             with contextlib.suppress(OSError):  # others are in it
                 parent.rmdir()
         applied = free_name(plan.path.with_name(f"{plan.path.name}.applied"))
@@ -125,29 +127,60 @@ class _Layout:
             for parent in sorted(parents)
         }
 
-    def place(self, file: str) -> PurePath:
-        """Return the path of a file of a class, relative to the root.
+    def folder(self, path: PurePath, name: str, *, new: bool) -> PurePath:
+        """Return the folder of a class in a file's split; in a split without images of it, it may not exist.
 
         Raises:
-            DataError: If it is none.
+            DataError: If there is no such class, or the file is in no split.
         """
-        path = PurePath(file)
-        is_plain = str(path) == file and not path.is_absolute() and ".." not in path.parts and "\0" not in file
-        if not is_plain or len(path.parts) < 2 or path.parent.parent not in self.classes:
-            raise data_error(file, "is not the path of an image in a class folder of the data.")
-        return path
-
-    def folder(self, parent: PurePath, name: str) -> PurePath:
-        """Return the folder of a class in a split; in a split without images of it, it may not exist.
-
-        Raises:
-            DataError: If there is no such class.
-        """
+        parent = next((each for each in path.parents if each in self.classes), None)
+        if parent is None:
+            raise data_error(str(path), "is in no split, so it can only be set aside.")
         form = unicodedata.normalize("NFC", name)
         known = {key: value for each in self.classes.values() for key, value in each.items()}
+        if new:
+            known.setdefault(form, check_class_name(form))
         if form not in known:
             raise DataError(f"there is no class {name!r} to move to.{did_you_mean(name, known)}", value=name)
         return parent / self.classes[parent].get(form, known[form])
+
+
+def place_of(file: str) -> PurePath:
+    """Return the path of a file in the data, relative to them.
+
+    Raises:
+        DataError: If it leads out of them.
+    """
+    path = PurePath(file)
+    is_plain = str(path) == file and not path.is_absolute() and ".." not in path.parts and "\0" not in file
+    if not is_plain or not path.parts:
+        raise data_error(file, "is not the path of a file in the data.")
+    return path
+
+
+def is_inside(root: Path, file: str) -> bool:
+    """Whether a path in a plan, which anybody may have written, leads to a file in the data, also through links."""
+    try:
+        return (root / place_of(file)).resolve().is_relative_to(root.resolve())
+    except (DataError, OSError, RuntimeError):  # a loop of links
+        return False
+
+
+def check_class_name(name: str) -> str:
+    """Return the name of a new class as that of its folder.
+
+    Raises:
+        DataError: If it cannot be one.
+    """
+    form = unicodedata.normalize("NFC", name.strip())
+    is_readable = form.isprintable() and "/" not in form and not form.startswith(".") and not is_ignored(form)
+    if not form or not is_readable or form in _SPLITS or len(form.encode()) > _LONGEST_NAME:
+        raise DataError(
+            f"{name!r} cannot be a class: its folder's name has no '/', begins without a dot, and is none of "
+            f"{', '.join(_SPLITS)}.",
+            value=name,
+        )
+    return form
 
 
 def class_names(root: Path) -> tuple[str, ...]:
@@ -161,10 +194,10 @@ def _target(decision: Decision, root: Path, layout: _Layout, folder: Path, taken
     Raises:
         DataError: If it has changed, or cannot go there.
     """
-    path = layout.place(decision.file)
+    path = place_of(decision.file)
     source, wanted = root / path, folder / ASIDE / path
     if decision.to is not None:
-        wanted = root / layout.folder(path.parent.parent, decision.to) / path.name
+        wanted = root / layout.folder(path, decision.to, new=decision.new) / path.name
     # A name that is taken gets a part of the digest, so that an interrupted call finds it again.
     candidates = (wanted, wanted.with_name(f"{wanted.stem}-{decision.digest[:12]}{wanted.suffix}"))
     _check_links(source, wanted, root)

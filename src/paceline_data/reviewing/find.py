@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING, Any
 from paceline.command import Log
 from paceline.errors import DataError, PacelineError
 from paceline.parsing.units import counted
+from paceline.storage.addresses import is_address
 
 if TYPE_CHECKING:
     from paceline_data.inspect.check import DataReport
-    from paceline_data.inspect.gather import CheckedData, Progress
+    from paceline_data.inspect.gather import Progress
     from paceline_data.inspect.wrong_labels import WrongLabels
 
 # Kinds of findings that are shown, in this order, after wrong labels and before mistakes.
-_KINDS = ("contradiction", "leak", "near_leak", "duplicate", "unfinished", "flat_end")
-_ASIDE = ("leak", "duplicate")  # copies, of which one is enough
+_COPIES = ("contradiction", "leak", "near_leak", "duplicate")
+_BROKEN = ("empty_file", "not_an_image", "unsupported", "truncated", "corrupt", "too_large", "no_fixed_range")
+_KINDS = (*_COPIES, *_BROKEN, "unreadable", "other_file", "heic_image", "unfinished", "flat_end", "unread")
+_ASIDE = ("leak", "duplicate", *_BROKEN, "unreadable", "other_file", "unread")
 WRONG_LABEL, MISTAKE, EARLIER = "likely wrong label", "mistake of the run", "decided earlier"
 
 
@@ -71,11 +74,8 @@ def open_folder(source: str, overrides: Sequence[str]) -> Path:
     """
     from paceline_data.inspect.gather import open_subject
 
-    return _root(open_subject(source, overrides), source)
-
-
-def _root(subject: CheckedData, source: str) -> Path:
-    if subject.root is None or not subject.is_folder or subject.learned != "classes":
+    subject = None if is_address(source) else open_subject(source, overrides)
+    if subject is None or subject.root is None or not subject.is_folder or subject.learned != "classes":
         raise DataError(
             f"review moves files between class folders, and {source!r} is not a folder of them on this machine; "
             f"`paceline check-data {source}` lists what is doubtful in other data.",
@@ -109,13 +109,15 @@ def find_doubts(
         from paceline_data.inspect.wrong_labels import find_wrong_labels
 
         labels = find_wrong_labels(run, overrides, folds=folds, output=folder, log=log)
-    return Found(root, tuple(_doubts(report, labels, root)), tuple(_notes(report, labels, source)))
+    doubts = tuple(_doubts(report, labels, root))
+    return Found(root, doubts, tuple(_notes(report, labels, source, {each.kind for each in doubts})))
 
 
-def _notes(report: DataReport, labels: WrongLabels | None, source: str) -> Iterator[str]:
-    if report.count["breaks"]:
-        broken = counted(report.count["breaks"], "item")
-        yield f"not shown: {broken} that break a run; `paceline check-data {source}` lists them"
+def _notes(report: DataReport, labels: WrongLabels | None, source: str, shown: Collection[str]) -> Iterator[str]:
+    breaks = (each for each in report.findings if each.kind.severity == "breaks")
+    if left_out := sum(each.count for each in breaks if _in_words(each.kind.name) not in shown):
+        broken = counted(left_out, "item")
+        yield f"not shown: {broken} that break a run, such as folders; `paceline check-data {source}` lists them"
     if labels is None:
         yield "wrong labels and mistakes are shown with a run: train, then `paceline review RUN`"
     elif labels.not_checked:
@@ -133,12 +135,18 @@ def _doubts(report: DataReport, labels: WrongLabels | None, root: Path) -> Itera
     for finding in (by_kind[name] for name in _KINDS if name in by_kind):
         name = finding.kind.name
         for entry in finding.entries:
+            if name not in _COPIES and not os.path.isfile(entry.name):
+                continue
             why = "; ".join(filter(None, (finding.kind.means, entry.detail)))
             other = None if entry.other is None else relative(entry.other)
-            yield Doubt(name.replace("_", " "), relative(entry.name), why, other=other, aside=name in _ASIDE)
+            yield Doubt(_in_words(name), relative(entry.name), why, other=other, aside=name in _ASIDE)
     for each in () if labels is None else labels.mistakes:
         why = f"the network answers {each.suggested} with {100 * each.probability:.0f} %"
         yield Doubt(MISTAKE, relative(each.sample), why, suggested=each.suggested)
+
+
+def _in_words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def in_a_child(function: Callable[[], Any]) -> Any:

@@ -41,6 +41,9 @@ const merge = (news) => {
     if (decision) decisions.set(Number(file), decision);
     else decisions.delete(Number(file));
   }
+  data.classes = [...data.there, ...news.new_classes];
+  data.counts = news.counts;
+  data.not_shown = news.not_shown;
   data.version = news.version;
   if (news.applied.length) end(news.applied);
 };
@@ -49,7 +52,7 @@ const merge = (news) => {
 
 const load = async (file) => {
   const response = await fetch(`pictures/${file}`);
-  if (!response.ok) return { digest: null, error: (await response.json()).error };
+  if (!response.ok) return response.json(); // of a digest, if it can be decided, and an error
   return { digest: response.headers.get("X-Digest"), address: URL.createObjectURL(await response.blob()) };
 };
 const picture = (file) => {
@@ -104,9 +107,9 @@ const draw_picture = (file, number) => {
 
 const draw = () => {
   const decided = shown.filter(is_decided).length;
-  const counts = { move: 0, aside: 0, keep: 0 };
-  for (const each of decisions.values()) counts[each.action] += 1;
-  at("summary").textContent = `${counts.move} to move, ${counts.aside} to set aside, ${counts.keep} kept`;
+  const counts = data.counts; // of all reviewers
+  const others = data.not_shown ? `; ${data.not_shown} of these not shown here: reload the page` : "";
+  at("summary").textContent = `${counts.move} to move, ${counts.aside} to set aside, ${counts.keep} kept${others}`;
   at("effect").textContent = `${counts.move} to move to another class, ${counts.aside} to set aside.`;
   at("review").disabled = counts.move + counts.aside === 0;
   at("progress").textContent = shown.length ? `${place + 1} of ${shown.length}, ${decided} decided` : "";
@@ -192,8 +195,21 @@ const suggest = () => {
   if (suggestion) decide(suggestion.action, suggestion.to);
 };
 
+// A number is that of a class; text names a new one.
+const class_row = (text, to) => {
+  const row = made("li");
+  const button = made("button", "", text);
+  button.type = "button";
+  button.addEventListener("click", () => {
+    at("classes").close();
+    decide("move", to);
+  });
+  row.append(button);
+  return row;
+};
 const list_classes = () => {
-  const wanted = at("filter").value.trim().toLowerCase();
+  const typed = at("filter").value.trim();
+  const wanted = typed.toLowerCase();
   const numbers = data.classes.map((_, number) => number);
   const rank = (number) => {
     const name = data.classes[number].toLowerCase();
@@ -201,17 +217,9 @@ const list_classes = () => {
   };
   const own = data.class_of[marked_file()];
   const found = numbers.filter((number) => number !== own && rank(number) < 3).sort((one, two) => rank(one) - rank(two) || one - two);
-  at("matches").replaceChildren(...found.slice(0, LISTED).map((number) => {
-    const row = made("li");
-    const button = made("button", "", data.classes[number]);
-    button.type = "button";
-    button.addEventListener("click", () => {
-      at("classes").close();
-      decide("move", number);
-    });
-    row.append(button);
-    return row;
-  }));
+  const rows = found.slice(0, LISTED).map((number) => class_row(data.classes[number], number));
+  if (typed && !data.classes.includes(typed)) rows.push(class_row(`New class: ${typed}`, typed));
+  at("matches").replaceChildren(...rows);
 };
 const choose_class = () => {
   at("filter").value = "";
@@ -267,6 +275,7 @@ const apply = async () => {
 const start = async () => {
   try {
     data = await ask("doubts");
+    data.there = data.classes;
   } catch (error) {
     at("why").textContent = error.message;
     return;

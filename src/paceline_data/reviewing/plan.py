@@ -36,12 +36,14 @@ class Decision:
         action: ``keep`` it, ``move`` it to a class, set it ``aside``, or ``undecided`` to withdraw a decision.
         digest: Of its content when it was looked at.
         to: The class that it is moved to.
+        new: Whether that class may be made; without it, a class that does not exist is a mistake.
     """
 
     file: str
     action: Action
     digest: str
     to: str | None = None
+    new: bool = False
 
 
 class ChangedError(DataError):
@@ -196,10 +198,11 @@ class ReviewPlan:
             return None
         fields = found if isinstance(found, dict) else {}
         is_decision = (
-            fields.keys() <= {"file", "action", "digest", "to"}
+            fields.keys() <= {"file", "action", "digest", "to", "new"}
             and all(isinstance(fields.get(key), str) for key in ("file", "action", "digest"))
             and fields["action"] in get_args(Action)
             and isinstance(fields.get("to"), str) == (fields["action"] == "move")
+            and fields.get("new", False) in (False, fields["action"] == "move")
         )
         if not is_decision:
             raise DataError(

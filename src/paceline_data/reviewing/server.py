@@ -10,7 +10,7 @@ import hmac
 import json
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from html import escape
 from http import HTTPStatus
@@ -25,7 +25,8 @@ from paceline.data.image.decode import BrokenImageError
 from paceline.errors import PacelineError
 from paceline.pages.page import script_digest
 from paceline.parsing.plain_text import load_json, one_line
-from paceline_data.reviewing.apply import Applied, apply_plan, class_names
+from paceline.parsing.units import counted
+from paceline_data.reviewing.apply import Applied, apply_plan, check_class_name, class_names, is_inside
 from paceline_data.reviewing.find import EARLIER, Doubt, Found
 from paceline_data.reviewing.plan import Action, ChangedError, Decision, ReviewPlan, content_digest
 from paceline_data.reviewing.thumbnails import Thumbnails
@@ -67,13 +68,14 @@ class ReviewServer(ThreadingHTTPServer):
         self._on_applied = on_applied
         self._said: list[str] = []
         self._thumbnails = Thumbnails()
-        self._classes = class_names(found.root)
-        known = {name for each in found.doubts for name in (each.file, each.other)}
-        earlier = (Doubt(EARLIER, name, "it is in the plan") for name in plan.decisions if name not in known)
-        self._doubts = (*found.doubts, *earlier)
-        names = dict.fromkeys(name for each in self._doubts for name in (each.file, each.other) if name is not None)
-        self._files = list(names)
-        self._numbers = {name: number for number, name in enumerate(self._files)}
+        self._there = class_names(found.root)
+        # Numbers stay valid on pages that are open: files, doubts and new classes are only added.
+        self._classes = [*self._there]
+        self._files: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._doubts: list[Doubt] = []
+        for each in found.doubts:
+            self._add(each)
         self._token = secrets.token_urlsafe(24)
         try:
             super().__init__((_HOST, port), _Handler)
@@ -106,14 +108,34 @@ class ReviewServer(ThreadingHTTPServer):
         """Whether a token is that of this review."""
         return hmac.compare_digest(token.encode(), self._token.encode())
 
+    def _add(self, doubt: Doubt) -> None:
+        self._doubts.append(doubt)
+        for name in filter(None, (doubt.file, doubt.other)):
+            if name not in self._numbers:
+                self._numbers[name] = len(self._files)
+                self._files.append(name)
+
+    def _read_plan(self) -> Iterator[str]:
+        """Show what is decided about other files too; return a note about what lies outside the data."""
+        self.plan.refresh()
+        others = [name for name in self.plan.decisions if name not in self._numbers]
+        inside = [name for name in others if is_inside(self._found.root, name)]
+        for name in inside:
+            self._add(Doubt(EARLIER, name, "it is in the plan"))
+        if outside := len(others) - len(inside):
+            yield f"the plan cannot be applied: {counted(outside, 'decision')} in it name no file in the data"
+
     def doubts(self) -> dict[str, Any]:
         """Return everything to review, with the names that are shown."""
-        self.plan.refresh()
+        with self.plan.mutex:
+            return self._shown_doubts([*self._found.notes, *self._read_plan()])
+
+    def _shown_doubts(self, notes: Sequence[str]) -> dict[str, Any]:
         classes = {name: number for number, name in enumerate(self._classes)}
         kinds = list(dict.fromkeys(each.kind for each in self._doubts))
         return {
-            "classes": list(map(one_line, self._classes)),
-            "notes": list(map(one_line, self._found.notes)),
+            "classes": list(map(one_line, self._there)),
+            "notes": list(map(one_line, notes)),
             "kinds": kinds,
             "files": [one_line(name) for name in self._files],
             "class_of": [classes.get(Path(name).parent.name) for name in self._files],
@@ -133,11 +155,16 @@ class ReviewServer(ThreadingHTTPServer):
     def news(self, since: int) -> dict[str, Any]:
         """Return the decisions that have changed since a version of the plan, by file, and its version."""
         with self.plan.mutex:
-            changed = self.plan.changed[since:]
+            changed, decisions = self.plan.changed[since:], self.plan.decisions
+            new = (each.to for each in decisions.values() if each.new)
+            self._classes += [name for name in dict.fromkeys(new) if name is not None and name not in self._classes]
             return {
                 "version": since + len(changed),
+                "new_classes": list(map(one_line, self._classes[len(self._there) :])),
+                "counts": {action: sum(each.action == action for each in decisions.values()) for action in _COUNTED},
+                "not_shown": sum(name not in self._numbers for name in decisions),
                 "decisions": {
-                    self._numbers[name]: _shown(self.plan.decisions.get(name), self._classes)
+                    self._numbers[name]: _shown(decisions.get(name), self._classes)
                     for name in changed
                     if name in self._numbers
                 },
@@ -147,6 +174,10 @@ class ReviewServer(ThreadingHTTPServer):
     def picture(self, number: int) -> tuple[str, bytes]:
         """Return the digest and the thumbnail of a file."""
         return self._thumbnails.get(self._path(number))
+
+    def digest(self, number: int) -> str:
+        """Return the digest of a file that cannot be shown."""
+        return content_digest(self._path(number))
 
     def decide(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Record a decision, as the page sends it.
@@ -160,10 +191,11 @@ class ReviewServer(ThreadingHTTPServer):
         name = self._files[number]
         if content_digest(self._path(number)) != digest:
             raise ChangedError("The file has changed since it was shown: look at it again.")
-        to = None if asked.get("to") is None else self._classes[asked["to"]]
+        to = asked.get("to")
+        to = self._classes[to] if isinstance(to, int) else None if to is None else check_class_name(to)
         if asked["action"] not in get_args(Action) or (to is not None) != (asked["action"] == "move"):
             raise ValueError(asked)
-        decision = Decision(name, asked["action"], digest, to)
+        decision = Decision(name, asked["action"], digest, to, new=to is not None and to not in self._there)
         before = self.plan.decisions.get(name)
         if _shown(before, self._classes) != asked["before"]:
             self.plan.refresh()
@@ -182,9 +214,10 @@ class ReviewServer(ThreadingHTTPServer):
 
 
 _PARTS = ("html", "css", "js")
+_COUNTED = ("move", "aside", "keep")
 
 
-def _shown(decision: Decision | None, classes: tuple[str, ...]) -> dict[str, Any] | None:
+def _shown(decision: Decision | None, classes: Sequence[str]) -> dict[str, Any] | None:
     if decision is None:
         return None
     to = classes.index(decision.to) if decision.to in classes else None
@@ -230,8 +263,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json({"error": str(error)}, error.status)
         except ChangedError as error:
             self._send_json({"error": str(error)}, HTTPStatus.CONFLICT)
-        except BrokenImageError as error:
-            self._send_json({"error": error.reason}, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
         except PacelineError as error:
             self._send_json({"error": "\n".join(map(one_line, map(str, error.args)))}, HTTPStatus.CONFLICT)
         except (ValueError, LookupError, TypeError):
@@ -249,8 +280,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.plan.refresh()
             self._send_json(self.server.news(int(parse_qs(query)["since"][0])))
         elif kind == "pictures" and number.isdecimal():
-            digest, picture = self.server.picture(int(number))
-            self._send(picture, "image/jpeg", {"X-Digest": digest})
+            try:
+                digest, picture = self.server.picture(int(number))
+            except BrokenImageError as error:  # it can be set aside
+                told = {"error": error.reason, "digest": self.server.digest(int(number))}
+                self._send_json(told, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
+            else:
+                self._send(picture, "image/jpeg", {"X-Digest": digest})
         else:
             raise _RefusedError(HTTPStatus.NOT_FOUND, "there is no such page")
 

@@ -45,7 +45,12 @@ class Thumbnails:
             if digest not in self._kept:
                 if len(content) > _FILE_BYTES:
                     raise BrokenImageError("", f"it has more than {_FILE_BYTES:,} bytes")
-                self._kept[digest] = _small(content)
+                try:
+                    self._kept[digest] = _small(content)
+                except BrokenImageError:
+                    raise
+                except Exception as error:  # Pillow's plugins raise anything
+                    raise BrokenImageError("", "it cannot be decoded") from error
             self._kept.move_to_end(digest)
             while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _CACHE_BYTES:
                 self._kept.popitem(last=False)

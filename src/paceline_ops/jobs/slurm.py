@@ -53,6 +53,14 @@ class JobResources:
         """Total number of tasks: the world size."""
         return self.nodes * self.tasks_per_node
 
+    @property
+    def cores_warning(self) -> str:
+        """A warning about GPUs without cores to feed them; otherwise empty."""
+        is_given = self.cpus_per_task is not None or any(each.startswith(("-c", "--cpus-")) for each in self.more)
+        if not self.gpus_per_task or is_given:
+            return ""
+        return "Without --cpus-per-task many clusters give each GPU's process one core, which cannot feed it with data."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -194,6 +202,8 @@ def job_script(job: Job) -> str:
     return _SCRIPT.substitute(
         options="\n".join(f"#SBATCH {option}" for option in options),
         script=shlex.quote(str(job.folder / "slurm-job.sh")),
+        python=job.python,
+        cores=f"# {warning}\n" if (warning := shape.cores_warning) else "",
         setup=f"{{\n{job.setup}\n}} || exit 1" if job.setup.strip() else "",
         threads="" if cpus is None else f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cpus}}}"\n',
         runs=runs,
@@ -229,58 +239,60 @@ def _quoted(name: str, value: object) -> str:
 # Variables of the script are written $$name, and template fields $name.
 _SCRIPT = Template(r"""#!/bin/bash
 # Written by `paceline launch slurm`. To resume a run that has ended, submit it again: sbatch $script
+# Every node must have the working directory (--chdir) and the interpreter (--python): $python
 $options
+$cores
+stop_requested='' # set by SIGUSR1 (time limit near, or preempted): stop with a checkpoint, and requeue the job
+cancelled=''      # set by SIGTERM: stop with a checkpoint, and end the job
+signal_seen=''    # set by both: a signal interrupts `wait`
+tasks_notified='' # tasks get one signal only: a second one ends them at once, without a checkpoint
+srun_pid=''
 
-asked=''     # to stop now and resume later: the time limit is near, or another job comes first
-cancelled='' # to stop for good
-tasks=''     # the process number of srun
-told=''      # whether the tasks know; a second signal would have them end at once, without a checkpoint
-news=''      # whether a signal came while we waited
-
+# In an array SLURM_JOB_ID is not enough: that of its last job stands for the whole array.
 job=$$SLURM_JOB_ID
-# The last job of an array has the number of the array, by which Slurm means all of its jobs.
 [ -n "$$SLURM_ARRAY_TASK_ID" ] && job=$${SLURM_ARRAY_JOB_ID}_$$SLURM_ARRAY_TASK_ID
-state() { scontrol show job "$$job" 2>/dev/null; }
-# By SIGUSR1: SIGTERM is to srun an order to kill its tasks.
-tell_tasks() {
-    if [ -z "$$tasks" ] || [ -n "$$told" ]; then return; fi
-    told=yes
-    # A job that is cancelled is no longer running, and Slurm tells its tasks itself.
-    if [ -z "$$cancelled" ] || state | grep -q 'JobState=RUNNING'; then kill -USR1 "$$tasks" 2>/dev/null; fi
+job_state() { scontrol show job "$$job" 2>/dev/null; }
+
+# srun passes SIGUSR1 on to the tasks; on SIGTERM it would kill them.
+notify_tasks() {
+    if [ -z "$$srun_pid" ] || [ -n "$$tasks_notified" ]; then return; fi
+    tasks_notified=yes
+    # After scancel the job is no longer RUNNING, and Slurm has sent SIGTERM to the tasks itself.
+    if [ -z "$$cancelled" ] || job_state | grep -q 'JobState=RUNNING'; then kill -USR1 "$$srun_pid" 2>/dev/null; fi
 }
-trap 'news=yes asked=yes; echo "slurm-job: asked to stop and resume later (SIGUSR1)"; tell_tasks' USR1
-trap 'news=yes cancelled=yes; echo "slurm-job: asked to end for good (SIGTERM)"; tell_tasks' TERM
+trap 'signal_seen=yes stop_requested=yes; echo "slurm-job: asked to stop and resume later (SIGUSR1)"; notify_tasks' USR1
+trap 'signal_seen=yes cancelled=yes; echo "slurm-job: asked to end for good (SIGTERM)"; notify_tasks' TERM
 
 $setup
 $threads$runs
 run_dir="$${run[-1]}"
-index="$${SLURM_ARRAY_TASK_ID:+--array=$$SLURM_ARRAY_TASK_ID }" # of this run in its array
+array_option="$${SLURM_ARRAY_TASK_ID:+--array=$$SLURM_ARRAY_TASK_ID }"
 
-code=75
-if [ -z "$$asked$$cancelled" ]; then
+exit_code=75
+if [ -z "$$stop_requested$$cancelled" ]; then
     $task "$${run[@]}" &
-    tasks=$$!
-    # A signal may have come before there was a number to pass it on to.
-    if [ -n "$$asked$$cancelled" ]; then tell_tasks; fi
-    # A signal ends a wait, and what wait then returns is not srun's.
-    news=yes
-    while [ -n "$$news" ]; do
-        news=''
-        wait "$$tasks"
-        code=$$?
+    srun_pid=$$!
+    # A signal may have arrived before srun_pid was known.
+    if [ -n "$$stop_requested$$cancelled" ]; then notify_tasks; fi
+    # After a signal, `wait` returns early with another exit code than srun's: wait again.
+    signal_seen=yes
+    while [ -n "$$signal_seen" ]; do
+        signal_seen=''
+        wait "$$srun_pid"
+        exit_code=$$?
     done
 fi
 
-# 75: stopped with a whole checkpoint. Above 128: ended by the signal, since it came while the program was loading.
-if [ "$$code" -eq 75 ] || [ "$$code" -gt 128 ]; then
-    # Where preemption is not announced to the script, it can be seen afterwards.
-    if [ -z "$$cancelled" ] && { [ -n "$$asked" ] || state | grep -q 'PreemptTime=[0-9]'; }; then
+# 75: stopped with a checkpoint. Above 128: ended by a signal while the program was loading.
+if [ "$$exit_code" -eq 75 ] || [ "$$exit_code" -gt 128 ]; then
+    # Some clusters preempt without SIGUSR1; PreemptTime then shows it.
+    if [ -z "$$cancelled" ] && { [ -n "$$stop_requested" ] || job_state | grep -q 'PreemptTime=[0-9]'; }; then
         echo "slurm-job: requeueing, to resume from the newest checkpoint in $$run_dir"
-        trap '' TERM # which a requeue brings
+        trap '' TERM # sent by the requeue
         scontrol requeue "$$job" && exit 0
     fi
     printf 'slurm-job: not complete; to resume from the newest checkpoint in %s: sbatch %s%q\n' \
-        "$$run_dir" "$$index" $script
+        "$$run_dir" "$$array_option" $script
 fi
-exit "$$code"
+exit "$$exit_code"
 """)

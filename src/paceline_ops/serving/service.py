@@ -14,16 +14,25 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from paceline.data.image.decode import BrokenImageError, image_header, unsupported_kind
+from paceline.data.image.decode import (
+    HEIF_ENDINGS,
+    NEEDS_HEIF,
+    BrokenImageError,
+    exceeds_limit,
+    guess_format,
+    image_header,
+    unsupported_kind,
+)
 from paceline.data.image.pillow_pixels import UNSUPPORTED
 from paceline.errors import DataError, NotFiniteError, RecipeError
 from paceline.host.machine import available_cores
 from paceline.prediction.predictor import Answer, Predictor, Prepared, Prompt, Reply
 
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
-"""Upload formats. Pillow reads more, but others are risky from untrusted clients: a TIFF's tiles, for example, may be a
-thousand times larger than its declared size."""
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP", *(("HEIF",) if HEIF_ENDINGS else ()))
+"""Upload formats; HEIF with pillow-heif. Pillow reads more, but others are risky from untrusted clients: a TIFF's
+tiles, for example, may be a thousand times larger than its declared size."""
 
+_TIFF = (b"II*\0", b"MM\0*")
 _DECODED_BYTES = 2**30
 # Maximum bytes per pixel during decoding, including copies in other modes.
 _PIXEL_BYTES = 16
@@ -285,10 +294,20 @@ def check_picture(content: bytes, limit: int) -> int:
     """
     head = image_header(content, FORMATS)
     if head is None:
-        kind = unsupported_kind(content)
-        wanted = f"an image of at most {limit:,} pixels in any of {', '.join(FORMATS)}"
-        raise BrokenImageError("", f"{kind} {UNSUPPORTED}" if kind else f"not {wanted}")
+        raise BrokenImageError("", _why_not_read(content, limit))
     (height, width), _ = head
     if height * width > limit:
         raise BrokenImageError("", f"{width}x{height} pixels; at most {limit:,} are decoded")
     return height * width
+
+
+def _why_not_read(content: bytes, limit: int) -> str:
+    """Return why the header of an upload cannot be read."""
+    if kind := unsupported_kind(content):
+        return f"{kind} {UNSUPPORTED}"
+    if exceeds_limit(content, FORMATS):
+        return f"too large: at most {limit:,} pixels are decoded"
+    accepted = ", ".join(FORMATS)
+    if kind := guess_format(content[:64]) or ("a TIFF image" if content.startswith(_TIFF) else ""):
+        return kind if kind == NEEDS_HEIF else f"{kind}, which is not accepted; send one of {accepted}"
+    return f"not an image in any of {accepted}, or damaged at its beginning" if content else "the file is empty"

@@ -316,6 +316,8 @@ def screen(run: WatchedRun, console: Console) -> RenderableType:
         parts.append(Text(str(judgement), style="yellow"))
     if saved:
         parts.append(Text(f"checkpoints: {len(saved)} saved, the last is {saved[-1]['checkpoint']}", style="dim"))
+    if run.directory.report.is_file():
+        parts.append(Text(f"report: {run.directory.report}", style="dim"))
     if run.directory.tensorboard.is_dir():
         parts.append(Text(f"in a browser: tensorboard --logdir {run.directory.tensorboard}", style="dim"))
     return Group(*parts)

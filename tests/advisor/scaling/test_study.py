@@ -145,6 +145,14 @@ def test_the_reason_for_a_low_efficiency_is_a_sentence() -> None:
     assert why.endswith("give each GPU more samples.")
 
 
+def test_processes_on_a_processor_are_not_called_gpus() -> None:
+    report = _report("digits", SMALL, throughput=5000, one_gpu_batch=64)
+    cpus = replace(report, is_bound=True, cluster=replace(report.cluster, title="a server", shares_cores=True))
+    assert "each process's share is so small" in cpus.why_inefficient()
+    assert "bounds for one process and" in str(cpus.__paceline__())
+    assert "GPU" not in str(cpus.__paceline__()).replace("--gpus", "")
+
+
 def test_columns_without_values_are_left_out() -> None:
     report = _report("digits", SMALL, throughput=5000, one_gpu_batch=64)
     (table,) = (each for each in report.__paceline__().blocks if isinstance(each, Table))

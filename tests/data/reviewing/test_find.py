@@ -30,14 +30,20 @@ def test_copies_are_shown_with_what_they_are_copies_of(tmp_path: Path) -> None:
     ):
         (tmp_path / f"photos/{copy}.png").write_bytes((tmp_path / f"photos/{original}.png").read_bytes())
     (tmp_path / "photos/train/cat/words.png").write_text("words")
+    (tmp_path / "photos/train/cat/film.mp4").touch()
+    (tmp_path / "photos/loose.png").write_text("words")
+    (tmp_path / "photos/train/empty").mkdir()
     found = find_doubts(str(tmp_path / "photos"), (), folds=None, folder=None, progress=silent, log=silent)
     shown = [(each.kind, each.file, each.other, each.aside) for each in found.doubts]
     assert shown == [
         ("contradiction", "train/dog/cat.png", "train/cat/1.png", False),
         ("leak", "val/dog/seen.png", "train/dog/1.png", True),
         ("duplicate", "train/cat/2b.png", "train/cat/2.png", True),
+        ("not an image", "train/cat/words.png", None, True),
+        ("other file", "train/cat/film.mp4", None, True),
+        ("unread", "loose.png", None, True),
     ]
-    assert found.notes[0].startswith("not shown: 1 item that break")
+    assert found.notes[0].startswith("not shown: 1 item that break a run, such as folders")
     assert "are shown with a run" in found.notes[1]
 
 

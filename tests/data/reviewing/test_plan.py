@@ -19,7 +19,7 @@ import pytest
 from golden_sentences import raises
 
 from paceline.errors import DataError, VersionError
-from paceline_data.reviewing.apply import Applied, apply_plan
+from paceline_data.reviewing.apply import Applied, apply_plan, check_class_name, is_inside
 from paceline_data.reviewing.plan import ChangedError, Decision, ReviewPlan, content_digest
 
 FILES = ("cat/1.jpg", "cat/2.jpg", "cat/3.jpg", "dog/1.jpg", "dog/2.jpg")
@@ -149,16 +149,53 @@ def test_nothing_is_moved_if_one_file_cannot_be(change: Callable[..., None], pho
 
 
 @pytest.mark.parametrize(
-    "file", ["../outside.jpg", "/etc/passwd", "cat/../../outside.jpg", "cat//1.jpg", "1.jpg", "cat", "cat/in/1.jpg", ""]
+    "file", ["../outside.jpg", "/etc/passwd", "cat/../../outside.jpg", "cat//1.jpg", "out/outside.jpg", "cat", ""]
 )
 def test_a_plan_reaches_no_other_file(file: str, photos: Path, plan: ReviewPlan) -> None:
     (photos.parent / "outside.jpg").write_text("outside")
+    (photos / "out").symlink_to("..")
+    assert file == "cat" or not is_inside(photos, file)
     with plan.locked() as lines:
         line = {"file": file, "action": "aside", "digest": content_digest(photos.parent / "outside.jpg")}
         lines.write(json.dumps(line).encode() + b"\n")
-    with pytest.raises(DataError, match="is not the path of an image in a class folder"):
+    with pytest.raises(DataError, match="nothing was moved"):
         apply_plan(plan, photos)
     assert (photos.parent / "outside.jpg").exists()
+    assert not (plan.path.parent / "aside").exists()
+
+
+@pytest.mark.parametrize("file", ["loose.jpg", "cat/in/1.jpg"])
+def test_a_file_in_an_odd_place_goes_aside_or_to_a_class(file: str, photos: Path, plan: ReviewPlan) -> None:
+    (photos / file).parent.mkdir(exist_ok=True)
+    (photos / file).write_text("odd")
+    before = contents(photos)
+    decide(plan, photos, file, "aside")
+    applied = apply_plan(plan, photos)
+    assert (plan.path.parent / "aside" / file).read_text() == "odd"
+    undo(applied)
+    decide(plan, photos, file, "move", "dog")
+    applied = apply_plan(plan, photos)
+    assert "odd" in {path.read_text() for path in (photos / "dog").iterdir()}
+    undo(applied)
+    assert contents(photos) == before
+
+
+def test_a_new_class_is_made_and_goes_with_the_undo_script(photos: Path, plan: ReviewPlan) -> None:
+    digest = content_digest(photos / "cat/1.jpg")
+    plan.record(Decision("cat/1.jpg", "move", digest, "kitten", new=True), None)
+    applied = apply_plan(ReviewPlan(plan.path), photos)
+    assert (photos / "kitten/1.jpg").read_text() == "cat/1.jpg"
+    undo(applied)
+    assert sorted(each.name for each in photos.iterdir()) == ["cat", "dog"]
+
+
+@pytest.mark.parametrize("name", [" ", ".hidden", "a/b", "..", "train", "test", "line\nbreak", "n" * 256])
+def test_what_cannot_be_a_class_is_refused(name: str, photos: Path, plan: ReviewPlan) -> None:
+    with pytest.raises(DataError, match="cannot be a class"):
+        check_class_name(name)
+    plan.record(Decision("cat/1.jpg", "move", content_digest(photos / "cat/1.jpg"), name, new=True), None)
+    with pytest.raises(DataError, match="cannot be a class"):
+        apply_plan(plan, photos)
 
 
 def test_a_class_that_does_not_exist_is_named(photos: Path, plan: ReviewPlan) -> None:

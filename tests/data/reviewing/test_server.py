@@ -18,7 +18,7 @@ from PIL import Image
 
 from paceline_data.reviewing.apply import Applied
 from paceline_data.reviewing.find import Doubt, Found
-from paceline_data.reviewing.plan import ReviewPlan
+from paceline_data.reviewing.plan import Decision, ReviewPlan
 from paceline_data.reviewing.server import ReviewServer
 
 HOSTILE = "<script>alert(1)</script>\u202egpj.jpg"
@@ -55,8 +55,8 @@ class Client:
 
     def decide(self, file: int, action: str, **fields: Any) -> tuple[int, dict[str, Any]]:
         if "digest" not in fields:
-            self.ask(f"pictures/{file}")
-            fields["digest"] = self.headers["X-Digest"]
+            _, content = self.ask(f"pictures/{file}")
+            fields["digest"] = self.headers["X-Digest"] or json.loads(content)["digest"]
         asked = {"file": file, "action": action, "to": None, "before": None, "since": 0} | fields
         status, told = self.ask("decide", asked)
         return status, json.loads(told)
@@ -149,6 +149,47 @@ def test_a_decision_is_in_the_plan_at_once(client: Client, server: ReviewServer)
     assert status == 409
     assert "Another reviewer" in told["error"]
     assert client.decide(1, "keep", before={"action": "move", "to": 0})[0] == 200
+
+
+def test_what_cannot_be_shown_can_be_set_aside(client: Client, server: ReviewServer) -> None:
+    assert client.ask("pictures/3")[0] == 415
+    assert client.decide(3, "aside")[0] == 200
+    server.plan.refresh()
+    assert server.plan.decisions["cat/broken.jpg"].action == "aside"
+
+
+def test_a_new_class_is_shown_to_all(client: Client, server: ReviewServer, photos: Path) -> None:
+    status, told = client.decide(0, "move", to="new [b]cat")
+    assert (status, told["new_classes"]) == (200, ["new [b]cat"])
+    assert told["decisions"]["0"] == {"action": "move", "to": 2}
+    assert client.decide(1, "move", to=2)[0] == 200
+    assert {each.new for each in server.plan.decisions.values()} == {True}
+    assert client.decide(2, "move", to="../x")[0] == 409
+    assert client.decide(2, "move", to="dog")[0] == 200
+    assert json.loads(client.ask("apply", {"version": 3})[1])["applied"] == ["moved 3"]
+    assert len(list((photos / "new [b]cat").iterdir())) == 2
+
+
+def test_decisions_of_others_are_counted_and_those_outside_not_shown(
+    client: Client, server: ReviewServer, photos: Path, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside.jpg"
+    outside.write_bytes(picture(7))
+    (photos / "cat/late.jpg").write_bytes(picture(8))
+    (photos / "cat/link.jpg").symlink_to(outside)
+    assert json.loads(client.ask("doubts")[1])["not_shown"] == 0
+    other = ReviewPlan(server.plan.path)
+    for name in ("cat/late.jpg", "../outside.jpg", str(outside), "cat/link.jpg"):
+        other.record(Decision(name, "aside", "0"), None)
+    told = json.loads(client.ask("news?since=0")[1])
+    assert (told["counts"]["aside"], told["not_shown"]) == (4, 4)
+    found = json.loads(client.ask("doubts")[1])  # as a page that is loaded again
+    assert found["files"][4:] == ["cat/late.jpg"]
+    assert found["notes"][-1].startswith("the plan cannot be applied: 3 decisions")
+    assert client.ask("pictures/4")[0] == 200
+    assert client.ask("pictures/5")[0] == 400
+    status, told = client.ask("apply", {"version": 4})
+    assert (status, b"nothing was moved" in told) == (409, True)
 
 
 def test_what_was_not_seen_is_not_decided(client: Client, photos: Path, server: ReviewServer) -> None:

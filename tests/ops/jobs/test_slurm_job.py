@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,22 @@ def test_what_is_asked_for_is_in_the_options() -> None:
     } <= set(options(script))
     assert "srun --kill-on-bad-exit=0 --wait=60 --cpus-per-task=12 /opt/python -P -m paceline train digits" in script
     assert 'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-12}"' in script
+
+
+def test_what_every_node_needs_is_said() -> None:
+    said, options = job_script(SINGLE).split("#SBATCH", 1)
+    assert "working directory (--chdir) and the interpreter (--python): /opt/python\n" in said
+    assert "--chdir=/home/me" in options
+
+
+@pytest.mark.parametrize(
+    ("more", "is_warned"),
+    [({}, True), ({"cpus_per_task": 4}, False), ({"more": ("-c4",)}, False), ({"more": ("--mem=1G",)}, True)],
+)
+def test_gpus_without_cores_are_warned_of(more: dict[str, Any], is_warned: bool) -> None:
+    shape = JobResources(nodes=1, tasks_per_node=2, gpus_per_task=1, **more)
+    assert ("# Without --cpus-per-task" in job_script(replace(SINGLE, shape=shape))) == is_warned
+    assert not JobResources(nodes=1, tasks_per_node=2).cores_warning
 
 
 @pytest.mark.parametrize("is_array", [False, True])
@@ -151,7 +168,7 @@ def test_an_array_says_how_one_of_its_runs_goes_on(tmp_path: Path) -> None:
 def signalled_early(signal: str) -> str:
     """A script that gets a signal when there is srun but no number of it yet."""
     script = job_script(SINGLE)
-    early = script.replace("    tasks=$!\n", f"    kill -{signal} $$\n    sleep 1\n    tasks=$!\n")
+    early = script.replace("    srun_pid=$!\n", f"    kill -{signal} $$\n    sleep 1\n    srun_pid=$!\n")
     assert early != script
     return early
 

@@ -14,6 +14,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+from paceline.data.image import decode
+from paceline.data.image.decode import BrokenImageError
 from paceline.prediction.predictor import Answer, Prompt, Reply
 from paceline.tasks.labelling import Prediction
 from paceline_vision.detection.predictor import Detections
@@ -67,6 +69,31 @@ class LargePictures:
 
     def unreadable(self, path: Path, reason: str) -> Prediction:
         return Prediction(path, error=reason)
+
+
+def test_why_a_picture_is_not_read_is_named() -> None:
+    def why(content: bytes) -> str:
+        with pytest.raises(BrokenImageError) as caught:
+            services.check_picture(content, 1000)
+        return caught.value.reason
+
+    assert why(b"") == "the file is empty"
+    assert why(b"words").startswith("not an image in any of BMP")
+    assert why(b"%PDF-1.7").startswith("a PDF document, which is not accepted; send one of BMP")
+    assert why(b"II*\0" + bytes(9)).startswith("a TIFF image, which is not accepted")
+    assert why(b"P5 99 99 255 ") == "99x99 pixels; at most 1,000 are decoded"
+    assert why(b"P5 99999 99999 255 ") == "too large: at most 1,000 pixels are decoded"
+
+
+def test_heic_is_read_where_its_reader_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pillow_heif", reason="needs pillow-heif")
+    content = io.BytesIO()
+    Image.new("RGB", (64, 48)).save(content, "HEIF")
+    assert services.check_picture(content.getvalue(), 10_000) == 64 * 48
+    monkeypatch.setattr(services, "FORMATS", ("PNG",))
+    monkeypatch.setattr(decode, "HEIF_ENDINGS", ())
+    with pytest.raises(BrokenImageError, match="a HEIC image, which needs pip install"):
+        services.check_picture(content.getvalue(), 10_000)
 
 
 PICTURE = f"P6 {SIDE} {SIDE} 255 ".encode()  # of which there is the head

@@ -363,6 +363,18 @@ def image_header(
         return None
 
 
+def exceeds_limit(content: bytes, formats: tuple[str, ...]) -> bool:
+    """Whether the header of a file's content says more pixels than Pillow opens."""
+    _mute_pillow()
+    try:
+        Image.open(io.BytesIO(content), formats=formats).close()
+    except Image.DecompressionBombError:
+        return True
+    except Exception:  # noqa: BLE001 (Pillow's plugins raise anything)
+        return False
+    return False
+
+
 def upright_size(path: str | Path | BinaryIO) -> tuple[int, int] | None:
     """Return (height, width) of the upright image from the file's header; None if unreadable.
 
