@@ -327,14 +327,14 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "voc xml": (
         "voc",
         lambda root: _replaced(root / "Annotations/picture_02.xml", "</annotation>", ""),
-        r"picture_02\.xml cannot be read as VOC's annotations",
+        r"picture_02\.xml' cannot be read as VOC's annotations",
     ),
     "voc entities": (
         "voc",
         lambda root: _replaced(
             root / "Annotations/picture_02.xml", "<annotation>", '<!DOCTYPE a [<!ENTITY b "c">]><annotation>'
         ),
-        r"picture_02\.xml declares entities, which VOC's files never do",
+        r"picture_02\.xml' declares entities, which VOC's files never do",
     ),
     "voc picture": (
         "voc",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -137,6 +138,11 @@ class PreparedDetector(nn.Module):
             network.postprocess_detections = partial(_of_anchors, network)
         return fixed
 
+    def cutoff(self, scores: Tensor) -> float:
+        """Return the score below which nothing is returned: the lowest one if there are as many as the network keeps."""
+        owner = self.network.roi_heads if isinstance(self.network, GeneralizedRCNN) else self.network
+        return float(scores.min()) if len(scores) == owner.detections_per_img else float(owner.score_thresh)
+
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Return what is found, with scores above the network's threshold."""
         (found,) = self.network([images[0]])
@@ -228,18 +234,18 @@ class ExportableDetector(Exportable):
 
     def compare(self, other: Any, *, what: str, tolerance: float = _SCORES) -> Difference:
         """Compare what is found in the held-out pictures; raises ModelError if it differs."""
-        worst, count = np.zeros(2), 0
+        worst, count = (0.0, 0.0), 0
         for number, picture in enumerate(self.pictures):
             with torch.inference_mode():
                 expected, found = self.plain(picture), other(picture)
-            differences = _differences(expected, found, tolerance)
+            differences = _differences(expected, found, tolerance, self.plain.cutoff(expected[2]))
             if differences is None:
                 raise ModelError(
                     f"in held-out picture {number + 1} of {len(self.pictures)}, {what} finds other objects than the "
                     f"network (boxes may differ by {_PIXELS} pixels, scores by {tolerance}); nothing was written. Use "
                     "--format safetensors."
                 )
-            worst, count = np.maximum(worst, differences), count + len(expected[0])
+            worst, count = (max(worst[0], differences[0]), max(worst[1], differences[1])), count + len(expected[0])
         if not count:
             raise ModelError(
                 f"the network finds nothing in {len(self.pictures)} held-out pictures, so nothing can be compared: "
@@ -253,24 +259,29 @@ class ExportableDetector(Exportable):
         )
 
 
-def _differences(expected: tuple[Tensor, ...], found: tuple[Tensor, ...], tolerance: float) -> tuple[float, float] | None:
-    """Return the largest differences of scores and boxes; None if one has a detection that the other has not."""
-    boxes, labels, scores, *masks = expected
-    if len(found) != len(expected) or len(found[0]) != len(boxes):
+def _differences(
+    expected: Sequence[Tensor], found: Sequence[Tensor], tolerance: float, cutoff: float
+) -> tuple[float, float] | None:
+    """Return the largest differences of scores and boxes; None if one has a detection that the other has not.
+
+    Those whose score is within the tolerance of the cutoff may be in only one of them.
+    """
+    if len(found) != len(expected):
         return None
-    is_free, worst = torch.ones(len(boxes), dtype=torch.bool), (0.0, 0.0)
-    # In any order, since scores may be equal.
-    for row in range(len(boxes)):
-        pixels, likeness = (found[0] - boxes[row]).abs().amax(dim=1), (found[2] - scores[row]).abs()
-        fits = is_free & (found[1] == labels[row]) & (pixels <= _PIXELS) & (likeness <= tolerance)
-        if masks:
-            fits &= (found[3] - masks[0][row]).abs().amax(dim=(1, 2)) <= tolerance
-        if not bool(fits.any()):
+    (boxes, labels, scores, *masks), (other_boxes, other_labels, other_scores, *other_masks) = expected, found
+    is_free, worst = torch.ones(len(other_boxes), dtype=torch.bool), (0.0, 0.0)
+    for row, score in enumerate(scores):  # in any order, since scores may be nearly equal
+        pixels, likeness = (other_boxes - boxes[row]).abs().amax(dim=1), (other_scores - score).abs()
+        fits = is_free & (other_labels == labels[row]) & (pixels <= _PIXELS) & (likeness <= tolerance)
+        for mask, others in zip(masks, other_masks, strict=True):
+            fits &= (others - mask[row]).abs().amax(dim=(1, 2)) <= tolerance
+        if bool(fits.any()):
+            index = int(fits.nonzero()[0])
+            is_free[index] = False
+            worst = max(worst[0], float(likeness[index])), max(worst[1], float(pixels[index]))
+        elif score > cutoff + tolerance:
             return None
-        index = int(fits.nonzero()[0])
-        is_free[index] = False
-        worst = max(worst[0], float(likeness[index])), max(worst[1], float(pixels[index]))
-    return worst
+    return None if bool((other_scores[is_free] > cutoff + tolerance).any()) else worst
 
 
 def exportable_detector(saved: SavedWeights, network: Any, dataset: BoxDataset) -> ExportableDetector:
