@@ -56,7 +56,7 @@ def detector(tmp_path: Path) -> Make:
         network = task.build_model().eval()
         with torch.no_grad():
             for each in network.parameters():
-                each += 0.1 * torch.randn_like(each)
+                each.add_(torch.randn_like(each), alpha=0.1)
         described = {"data": json.dumps(task.description()), "recipe": "{}"}
         saved = SavedWeights(state={}, weights="model", path=Path("a"), metadata=described)
         return exportable_detector(saved, network, task.dataset)
@@ -145,7 +145,7 @@ def test_a_program_finds_what_the_network_finds(run: Path, tmp_path: Path) -> No
     data = json.loads(said["data"])
     assert data["class_names"] == ["disc", "rectangle", "triangle"]
     assert (data["picture"]["height"], data["picture"]["short_side"]) == (64, 40)
-    assert "scale it so that its shorter side has 40 pixels" in said["preprocessing"]
+    assert "scale its shorter side to 40 pixels and its longer to 64 at most" in said["preprocessing"]
     boxes, labels, scores, masks = program(torch.zeros(1, 3, 64, 64))
     assert len(boxes) == len(labels) == len(scores) == len(masks)
     assert masks.shape[1:] == (28, 28)

@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 
 # Scores shown for each class, if available.
 _SHARES = {
-    **{"precision": "precision", "recall": "recall", "f1": "F1", "average_precision": "AP"},
-    **{"mask_average_precision": "AP of masks", "iou": "IoU"},
+    "precision": "precision",
+    "recall": "recall",
+    "f1": "F1",
+    "average_precision": "AP",
+    "mask_average_precision": "AP of masks",
+    "iou": "IoU",
 }
 _THRESHOLDS = {"threshold": "threshold", "best_threshold": "best threshold"}
 

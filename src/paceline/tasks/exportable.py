@@ -21,11 +21,16 @@ _TRIED = (1, 2, 5)
 
 
 class Difference(float):
-    """The largest difference between the outputs of an exported model and its network, with what it was found in."""
+    """The largest difference between the outputs of an exported model and of its network.
+
+    Attributes:
+        where: What it is of, as the end of a sentence.
+    """
 
     where: str
 
     def __new__(cls, largest: float, where: str = "in the logits") -> Difference:
+        """Return the number with its words."""
         difference = super().__new__(cls, largest)
         difference.where = where
         return difference

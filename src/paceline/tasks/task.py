@@ -436,7 +436,9 @@ class Task(ABC):
         """
         return self._labeller(saved, device)
 
-    def exported_predictor(self, saved: SavedWeights, run: Callable[[Tensor], Mapping[str, Tensor]]) -> Predictor:
+    def exported_predictor(
+        self, saved: SavedWeights, run: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+    ) -> Predictor:
         """Return what answers files with an exported network; by default none does.
 
         Args:

@@ -139,7 +139,7 @@ class PreparedDetector(nn.Module):
         return fixed
 
     def cutoff(self, scores: Tensor) -> float:
-        """Return the score below which nothing is returned: the lowest one if there are as many as the network keeps."""
+        """Return the score below which nothing is returned: the lowest one if the network keeps no more."""
         owner = self.network.roi_heads if isinstance(self.network, GeneralizedRCNN) else self.network
         return float(scores.min()) if len(scores) == owner.detections_per_img else float(owner.score_thresh)
 
@@ -156,10 +156,11 @@ def _proposals(
     rpn: Any, proposals: Tensor, objectness: Tensor, sizes: list[tuple[int, int]], anchors: list[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Select proposals as ``RegionProposalNetwork.filter_proposals``; those beyond the selected ones have no size."""
-    objectness = objectness.reshape(1, -1)
-    top = rpn._get_top_n_idx(objectness, anchors)[0]
-    levels = torch.cat([torch.full((count,), level) for level, count in enumerate(anchors)])[top]
-    boxes, scores = box_ops.clip_boxes_to_image(proposals[0][top], sizes[0]), objectness[0][top].sigmoid()
+    tops = [each.topk(min(rpn.pre_nms_top_n(), len(each))).indices for each in objectness.flatten().split(anchors)]
+    firsts = [sum(anchors[:level]) for level in range(len(anchors))]
+    top = torch.cat([each + first for each, first in zip(tops, firsts, strict=True)])
+    levels = torch.cat([torch.full_like(each, level) for level, each in enumerate(tops)])
+    boxes, scores = box_ops.clip_boxes_to_image(proposals[0][top], sizes[0]), objectness.flatten()[top].sigmoid()
     is_valid = _at_least(boxes, rpn.min_size) & (scores >= rpn.score_thresh)
     places, is_kept = _kept(boxes, scores, levels, is_valid, rpn.nms_thresh, rpn.post_nms_top_n())
     return [boxes[places] * is_kept[:, None]], [scores[places]]
@@ -323,12 +324,10 @@ def exportable_detector(saved: SavedWeights, network: Any, dataset: BoxDataset) 
     if not len(shown):
         raise DataError("a detector's export is compared on held-out pictures, and the data has none; give other data.")
     pictures = tuple(canvas.prepared(read_fitting(held_out, int(each))) for each in shown)
-    resize = "" if keeps else (
-        f"scale it so that its shorter side has {canvas.short_side} pixels and its longer at most {canvas.long_side}; "
-    )
+    scaled = f"scale its shorter side to {canvas.short_side} pixels and its longer to {canvas.long_side} at most; "
     description = (
-        f"one picture, RGB, float32: {resize}shrink it to fit (bilinear, not antialiased); {normalisation(vars(canvas))}; "
-        "pad with zeros at the right and below. Boxes are in pixels of this input"
+        f"one picture, RGB, float32: {'' if keeps else scaled}shrink it to fit (bilinear, not antialiased); "
+        f"{normalisation(vars(canvas))}; pad with zeros at the right and below. Boxes are in pixels of this input"
     )
     plain = PreparedDetector(network).eval()
     names = ("boxes", "labels", "scores", "masks")

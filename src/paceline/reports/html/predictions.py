@@ -27,21 +27,26 @@ def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
         if confusion is not None:
             yield from _confusion(confusion, prefix)
         details = run.extra("evaluation/details.json")
-        if details is not None and "points" in details:
-            yield from _numbers(details, prefix)
-        if details is not None and "label_scores" in details:
-            yield _bars(details["label_scores"], prefix)
-            yield _thresholds(details, prefix)
-        if details is not None and "class_iou" in details:
-            yield _overlaps(details, prefix)
-        if details is not None and details.get("class_ap"):
-            yield _average_precisions(details, prefix)
+        if details is not None:
+            yield from _details(details, prefix)
         if figures := run.extra("evaluation/figures.json"):
             yield from _figures(figures["examples"], prefix)
         if first := run.extra("first_batch.json"):
             yield _gallery(first["examples"], f"{prefix}The first training batch, as the network sees it")
         if run.recipe.get("evaluate.keep_examples") == 0:
             yield Text(f"{prefix}No predictions are kept: the recipe has `evaluate.keep_examples=0`.")
+
+
+def _details(details: Mapping[str, Any], prefix: str) -> Iterator[Block]:
+    if "points" in details:
+        yield from _numbers(details, prefix)
+    if "label_scores" in details:
+        yield _bars(details["label_scores"], prefix)
+        yield _thresholds(details, prefix)
+    if "class_iou" in details:
+        yield _overlaps(details, prefix)
+    if details.get("class_ap"):
+        yield _average_precisions(details, prefix)
 
 
 def _examples(examples: Mapping[str, Any], prefix: str) -> Iterator[Block]:
