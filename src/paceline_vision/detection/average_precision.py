@@ -9,6 +9,7 @@ Processes exchange little data: scores, classes and overlaps of each picture, bu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,13 +105,12 @@ class AveragePrecision:
 
     def details(self, parts: Sequence[list[ImageDetections]]) -> dict[str, Any]:
         """Return average precision and number of objects of each class with objects, lowest first; after `results`."""
-        objects = [each.true_labels[~each.crowd] for part in parts for each in part]
-        counts = np.bincount(np.concatenate(objects), minlength=1) if objects else []
+        counts = Counter(label for part in parts for each in part for label in each.true_labels[~each.crowd].tolist())
         keys = {"box": "average_precision", "mask": "mask_average_precision"}
         rows: list[dict[str, Any]] = [
             {
                 "class": self._classes[label - 1],
-                "count": int(counts[label]),
+                "count": counts[label],
                 **{keys[kind]: float(100 * self._by_class[kind][label].mean()) for kind in self._kinds},
             }
             for label in self._by_class[self._kinds[0]]

@@ -156,7 +156,9 @@ def _proposals(
     rpn: Any, proposals: Tensor, objectness: Tensor, sizes: list[tuple[int, int]], anchors: list[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Select proposals as ``RegionProposalNetwork.filter_proposals``; those beyond the selected ones have no size."""
-    tops = [each.topk(min(rpn.pre_nms_top_n(), len(each))).indices for each in objectness.flatten().split(anchors)]
+    tops = [
+        each.topk(min(rpn.pre_nms_top_n(), len(each))).indices for each in torch.split(objectness.flatten(), anchors)
+    ]
     firsts = [sum(anchors[:level]) for level in range(len(anchors))]
     top = torch.cat([each + first for each, first in zip(tops, firsts, strict=True)])
     levels = torch.cat([torch.full_like(each, level) for level, each in enumerate(tops)])
