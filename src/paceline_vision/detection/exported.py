@@ -299,10 +299,10 @@ def exportable_detector(saved: SavedWeights, network: Any, dataset: BoxDataset) 
         ModelError: If it is another kind of detector.
         DataError: If no picture is held out, or the classes are others.
     """
-    if not isinstance(network, GeneralizedRCNN | RetinaNet):
+    if not isinstance(network, GeneralizedRCNN | RetinaNet) or network.transform.networks_size is not None:
         raise ModelError(
             f"{saved.path} holds a {type(network).__name__}; of detectors, Faster R-CNN, Mask R-CNN and RetinaNet can "
-            "be exported: use --format safetensors.",
+            "be exported, if they keep the shape of pictures: use --format safetensors.",
             path=saved.path,
         )
     held_out, data = dataset.validation, saved.description("data")

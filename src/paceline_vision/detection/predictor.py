@@ -18,6 +18,7 @@ from torch import nn
 from paceline.checkpoint.durable import hash_file
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, Pixels, decode
+from paceline.errors import CheckpointError
 from paceline.prediction.predictor import NOT_FINITE, Answer, Box, Predictor
 from paceline_vision.detection.pipeline import as_floats, as_tensor
 
@@ -182,7 +183,12 @@ class ExportedDetector(DetectionPredictor):
         from paceline_vision.detection.exported import Canvas
 
         data = saved.description("data")
-        self.classes, self._canvas = tuple(data["class_names"]), Canvas(**data["picture"])
+        try:
+            self.classes, self._canvas = tuple(data["class_names"]), Canvas(**data["picture"])
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{saved.path} does not say how to prepare pictures ({error}); export it again."
+            ) from error
         self._run, self._saved = run, saved
 
     @cached_property
