@@ -76,11 +76,15 @@ def detector(tmp_path: Path) -> Make:
 def test_steps_of_a_fixed_number_find_what_torchvision_s_find(
     detector: Make, name: str, threshold: str, score: float
 ) -> None:
-    exportable, counts = detector(name, **SMALL, **{threshold: score}), set[int]()
+    # More than there are: the rest must change nothing.
+    many = {} if "retina" in name else {"rpn_post_nms_top_n_test": 400, "box_detections_per_img": 100}
+    exportable, counts = detector(name, **SMALL, **many, **{threshold: score}), set[int]()
     for picture in (*exportable.pictures, torch.zeros(1, 3, 64, 64)):
         with torch.inference_mode():
             expected, found = exportable.plain(picture), exportable.network(picture)
-        assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+        assert len(expected[0]) == len(found[0])
+        # The masks of more boxes are computed at once, which may round otherwise.
+        assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(expected, found, strict=True))
         counts.add(len(found[0]))
     assert max(counts) > 0
     assert len(exportable.output_names) == len(expected) == (4 if "mask" in name else 3)
