@@ -303,6 +303,38 @@ def cvat(root: Path, pictures: Sequence[Picture], held_out: Sequence[Picture] = 
     )
 
 
+def _voc_xml(picture: Picture) -> str:
+    """Return the XML of a picture; the first pixel is 1."""
+    objects = ""
+    for label, (left, top, right, bottom) in picture.objects:
+        edges = f"<xmin>{left + 1}</xmin><ymin>{top + 1}</ymin><xmax>{right}</xmax><ymax>{bottom}</ymax>"
+        objects += f"<object><name>{label}</name><difficult>0</difficult><bndbox>{edges}</bndbox></object>"
+    size = f"<size><width>{WIDTH}</width><height>{HEIGHT}</height><depth>3</depth></size>"
+    return f"<annotation><folder>any</folder><filename>{picture.name}</filename>{size}{objects}</annotation>\n"
+
+
+def voc(root: Path, pictures: Sequence[Picture], held_out: Sequence[Picture] = ()) -> None:
+    """Write a published set's folders; with held-out pictures also its lists."""
+    _write_pictures(root / "JPEGImages", [*pictures, *held_out])
+    (root / "Annotations").mkdir(parents=True)
+    for each in (*pictures, *held_out):
+        (root / "Annotations" / each.name).with_suffix(".xml").write_text(_voc_xml(each))
+    lists = root / "ImageSets/Main"
+    lists.mkdir(parents=True)
+    for split, part in (("train", pictures), ("val", held_out)) if held_out else ():
+        (lists / f"{split}.txt").write_text("".join(f"{each.name[:-4]}\n" for each in part))
+        (lists / f"bolt_{split}.txt").write_text("".join(f"{each.name[:-4]}  1\n" for each in part))
+
+
+def labelimg(root: Path, pictures: Sequence[Picture], held_out: Sequence[Picture] = ()) -> None:
+    """Write a file next to each picture, as LabelImg does, and with held-out pictures Roboflow."""
+    for folder, part in ((root / "train" if held_out else root, pictures), (root / "valid", held_out)):
+        _write_pictures(folder, part)
+        for each in part:
+            text = _voc_xml(each).replace("<annotation>", '<annotation verified="yes">')
+            (folder / each.name).with_suffix(".xml").write_text(text)
+
+
 ONE_SET: dict[str, tuple[str, Callable[[Path, Sequence[Picture]], None]]] = {
     "cvat_coco": ("coco", cvat_coco),
     "cvat_coco_flat": ("coco", cvat_coco_flat),
@@ -315,5 +347,7 @@ ONE_SET: dict[str, tuple[str, Callable[[Path, Sequence[Picture]], None]]] = {
     "label_studio": ("label_studio", label_studio),
     "label_studio_min": ("label_studio", label_studio_min),
     "cvat": ("cvat", cvat),
+    "voc": ("voc", voc),
+    "labelimg": ("voc", labelimg),
 }
 """Exports without a held-out split: the data set's name, and what writes them."""

@@ -14,6 +14,7 @@ import torch
 from paceline_vision.detection.average_precision import AveragePrecision, ImageDetections
 
 SIDE = 48
+NAMES = ("disc", "rectangle", "triangle")
 
 
 def picture(
@@ -39,7 +40,7 @@ def picture(
 
 
 def collected(*pictures: tuple[dict[str, Any], dict[str, Any]], kinds: tuple[str, ...] = ("box",)) -> AveragePrecision:
-    made = AveragePrecision(kinds)
+    made = AveragePrecision(NAMES, kinds)
     found, truth = [list(each) for each in zip(*pictures, strict=True)]
     made.add({"found": found, "truth": truth}, np.arange(len(pictures)))
     return made
@@ -73,6 +74,20 @@ A, B = [0, 0, 10, 10], [20, 20, 30, 30]
 )
 def test_figures_by_hand(pictures: list[tuple[dict[str, Any], dict[str, Any]]], expected: float) -> None:
     assert figures(collected(*pictures))["box_map"] == pytest.approx(expected, nan_ok=True)
+
+
+def test_each_class_with_objects_has_its_own() -> None:
+    made = collected(
+        picture([A], [0.9], [A, B, B], labels=[1], wanted=[1, 3, 3], crowd=[False, False, True]),
+        picture([A], [0.9], [A], labels=[2], wanted=[2], crowd=[True]),
+    )
+    mean = figures(made)["box_map"]
+    rows = made.details([made.part()])["class_ap"]
+    assert rows == [
+        {"class": "triangle", "count": 1, "average_precision": 0.0},
+        {"class": "disc", "count": 1, "average_precision": pytest.approx(100)},
+    ]
+    assert np.mean([row["average_precision"] for row in rows]) == pytest.approx(mean)
 
 
 def drawn(seed: int, pictures: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -113,7 +128,10 @@ def masks_in(boxes: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
     return masks
 
 
-def by_the_published_program(pictures: list[tuple[dict[str, Any], dict[str, Any]]], kind: str) -> list[float]:
+def by_the_published_program(
+    pictures: list[tuple[dict[str, Any], dict[str, Any]]], kind: str
+) -> tuple[list[float], list[float]]:
+    """Return the means over classes, over thresholds and at 0.5; and the mean over thresholds of each class."""
     coco, evaluation = pytest.importorskip("pycocotools.coco"), pytest.importorskip("pycocotools.cocoeval")
     encode = pytest.importorskip("pycocotools.mask").encode
 
@@ -148,16 +166,21 @@ def by_the_published_program(pictures: list[tuple[dict[str, Any], dict[str, Any]
         scored.evaluate()
         scored.accumulate()
         scored.summarize()
-    return [100 * float(each) for each in scored.stats[:2]]
+    # Of thresholds, recall levels, classes, sizes of objects and numbers of detections.
+    by_class = 100 * scored.eval["precision"][:, :, :, 0, -1].mean(axis=(0, 1))
+    return [100 * float(each) for each in scored.stats[:2]], by_class.tolist()
 
 
 @pytest.mark.parametrize("kind", ["box", "mask"])
 def test_as_the_published_program(kind: str) -> None:
     pictures = drawn(seed=1, pictures=60)
-    made = figures(collected(*pictures, kinds=("box", "mask")))
-    expected = by_the_published_program(pictures, kind)
+    collector = collected(*pictures, kinds=("box", "mask"))
+    made, (expected, by_class) = figures(collector), by_the_published_program(pictures, kind)
     assert 4 < expected[0] < 95
     assert [made[f"{kind}_map"], made[f"{kind}_map50"]] == pytest.approx(expected, abs=1e-9)
+    rows = collector.details([collector.part()])["class_ap"]
+    key = {"box": "average_precision", "mask": "mask_average_precision"}[kind]
+    assert {row["class"]: row[key] for row in rows} == pytest.approx(dict(zip(NAMES, by_class, strict=True)), abs=1e-9)
 
 
 def test_neither_the_parts_nor_their_order_change_a_bit() -> None:

@@ -355,6 +355,23 @@ def test_detections_are_in_the_report(task: Make) -> None:
     assert not torch.equal(picture, torch.from_numpy(made.dataset.validation.read(0).transpose(2, 0, 1).copy()))
 
 
+def test_each_class_s_average_precision_is_shown(train: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"width": 8, "levels": 2, "channels": 8, "box_score_thresh": 0.0}
+    run = train("run", {"model.options": options, "telemetry.report": True}).run_dir
+    assert "Average precision by class" in (run / "report.html").read_text()
+    assert command(["evaluate", str(run), "--per-class", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    rows = json.loads((run / "evaluation/details.json").read_text())["class_ap"]
+    assert answer["per_class"] == rows
+    assert {row["class"] for row in rows} <= {"disc", "rectangle", "triangle"}
+    means = {"average_precision": answer["box_map"], "mask_average_precision": answer["mask_map"]}
+    assert answer["mean"] == pytest.approx(means)
+    assert command(["evaluate", str(run), "--per-class"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (titles,) = (line for line in lines if "AP of masks" in line)
+    assert titles.split()[:3] == ["class", "boxes", "AP"]
+
+
 def test_masks_are_pasted_one_by_one_where_they_are_drawn(train: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred of them, at the size of a large picture, take gigabytes; and by default none is left out."""
     kept = {"box_detections_per_img": 150, "box_score_thresh": 0.0, "box_nms_thresh": 1.0, "rpn_nms_thresh": 1.0}

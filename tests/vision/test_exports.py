@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,11 +26,13 @@ from annotated_folders import (
     drawn,
     label_studio,
     label_studio_yolo,
+    labelimg,
     labelme,
     outline,
     roboflow_coco,
     roboflow_yolo,
     ultralytics,
+    voc,
     write_picture,
 )
 from PIL import Image
@@ -69,8 +73,10 @@ def expected(pictures: list[Picture]) -> dict[str, list[tuple[str, list[float]]]
     return {each.name: sorted((label, list(map(float, box))) for label, box in each.objects) for each in pictures}
 
 
-@pytest.mark.parametrize("polygons", [False, True])
-@pytest.mark.parametrize("form", ONE_SET)
+@pytest.mark.parametrize(
+    ("form", "polygons"),
+    [(form, polygons) for form, (name, _) in ONE_SET.items() for polygons in (False, True)[: 1 + (name != "voc")]],
+)
 def test_exports_are_found_by_their_files_and_read_alike(tmp_path: Path, form: str, polygons: bool) -> None:
     name, write = ONE_SET[form]
     pictures = drawn(range(10), polygons=polygons)
@@ -94,10 +100,10 @@ def test_exports_are_found_by_their_files_and_read_alike(tmp_path: Path, form: s
         assert 0.4 * 20 * 12 < drawn_masks[0].sum() < 20 * 12
 
 
-@pytest.mark.parametrize("write", [ultralytics, labelme, cvat])
+@pytest.mark.parametrize("write", [ultralytics, labelme, cvat, voc, labelimg])
 def test_splits_of_an_export_are_kept(tmp_path: Path, write: Callable[..., None]) -> None:
     write(tmp_path, drawn(range(6)), drawn(range(6, 9)))
-    name = {"ultralytics": "yolo"}.get(write.__name__, write.__name__)
+    name = {"ultralytics": "yolo", "labelimg": "voc"}.get(write.__name__, write.__name__)
     found = opened(tmp_path, name)
     assert read(found.train, found.classes) == expected(drawn(range(6)))
     assert read(found.validation, found.classes) == expected(drawn(range(6, 9)))
@@ -303,6 +309,76 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda root: _replaced(root / "annotations.xml", 'xtl="4.00"', 'xtl=""'),
         r"box of picture_00\.png has coordinates that are not numbers",
     ),
+    "cvat points": (
+        "cvat polygons",
+        lambda root: _replaced(root / "annotations.xml", 'points="4.00,9.00;', 'points="4.00,9.00;7.00;'),
+        r"polygon of picture_00\.png has coordinates that are not numbers, or points that are not x,y",
+    ),
+    "cvat points of three": (
+        "cvat polygons",
+        lambda root: _replaced(root / "annotations.xml", 'points="4.00,9.00;', 'points="4.00,9.00,7.00;1;'),
+        r"polygon of picture_00\.png has coordinates that are not numbers, or points that are not x,y",
+    ),
+    "cvat nan": (
+        "cvat polygons",
+        lambda root: _replaced(root / "annotations.xml", 'points="4.00,9.00;', 'points="nan,9.00;'),
+        r"polygon of picture_00\.png has \[nan, 9\.0, .*which must be numbers of at most",
+    ),
+    "voc xml": (
+        "voc",
+        lambda root: _replaced(root / "Annotations/picture_02.xml", "</annotation>", ""),
+        r"picture_02\.xml' cannot be read as VOC's annotations",
+    ),
+    "voc entities": (
+        "voc",
+        lambda root: _replaced(
+            root / "Annotations/picture_02.xml", "<annotation>", '<!DOCTYPE a [<!ENTITY b "c">]><annotation>'
+        ),
+        r"picture_02\.xml' declares entities, which VOC's files never do",
+    ),
+    "voc picture": (
+        "voc",
+        lambda root: (root / "JPEGImages/picture_02.png").unlink(),
+        r"Annotations/picture_02\.xml names the picture 'picture_02\.png', which is not there",
+    ),
+    "voc escape": (
+        "voc",
+        lambda root: (
+            (root / "JPEGImages/picture_02.png").rename(root.parent / "outside.png"),
+            _replaced(root / "Annotations/picture_02.xml", "picture_02.png", "../../outside.png"),
+        ),
+        r"names the picture '\.\./\.\./outside\.png', which is not there",
+    ),
+    "voc twice": (
+        "voc",
+        lambda root: shutil.copy(root / "Annotations/picture_02.xml", root / "Annotations/picture_02_copy.xml"),
+        r"picture_02_copy\.xml and Annotations/picture_02\.xml name the same picture",
+    ),
+    "voc numbers": (
+        "voc",
+        lambda root: _replaced(root / "Annotations/picture_02.xml", "<xmin>7</xmin>", "<xmin>left</xmin>"),
+        r"Annotations/picture_02\.xml object 1 must have a bndbox with the numbers xmin, ymin, xmax and ymax",
+    ),
+    "voc nan": (
+        "voc",
+        lambda root: _replaced(root / "Annotations/picture_02.xml", "<xmax>26</xmax>", "<xmax>nan</xmax>"),
+        r"picture_02\.xml object 1 has \[6\.0, .*nan.*\], which must be numbers of at most",
+    ),
+    "voc name": (
+        "voc",
+        lambda root: _replaced(root / "Annotations/picture_02.xml", "<name>bolt</name>", "<name> </name>"),
+        r"Annotations/picture_02\.xml object 1 has no name",
+    ),
+    "voc size": (
+        "voc",
+        lambda root: _replaced(root / "Annotations/picture_02.xml", "<width>64</width>", "<width>640</width>"),
+        r"Annotations/picture_02\.xml says 640x48 pixels, and the picture has 64x48",
+    ),
+    "voc nothing": (
+        "voc",
+        lambda root: [each.write_text("") for each in (root / "Annotations").iterdir()],
+        "holds no picture with annotations",
+    ),
     "cvat escape": (
         "cvat",
         lambda root: _replaced(root / "annotations.xml", 'name="picture_00.png"', 'name="../picture_00.png"'),
@@ -329,9 +405,9 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_refused_with_its_place(tmp_path: Path, fault: str) -> None:
     name, spoil, said = FAULTS[fault]
-    writers = {"yolo": label_studio_yolo, "labelme": labelme, "label_studio": label_studio, "cvat": cvat}
-    root = tmp_path / "data"
-    writers[name](root, drawn(range(10)))
+    writers = {"yolo": label_studio_yolo, "labelme": labelme, "label_studio": label_studio, "cvat": cvat, "voc": voc}
+    root, (name, _, polygons) = tmp_path / "data", name.partition(" ")
+    writers[name](root, drawn(range(10), polygons=bool(polygons)))
     spoil(root)
     if not said:
         (told,) = opened(root, name).implausible
@@ -415,3 +491,19 @@ def test_roboflows_outlines_and_empty_files(tmp_path: Path) -> None:
     assert found.train.objects(4, masks=False).boxes.shape == (0, 4)
     assert outline((0, 0, 4, 4))[:2] == [0, 2]
     assert coco([], first_id=0)["annotations"] == []
+
+
+@pytest.mark.parametrize("name", ["labelme", "voc", "yolo"])
+def test_only_the_first_entries_of_a_huge_folder_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def endless(_: Any) -> Any:
+        for number in range(20_000):
+            yield SimpleNamespace(name=f"{number}.png", path=f"{number}.png", is_dir=bool)
+        pytest.fail("the folder was listed to its end")
+
+    (tmp_path / "classes.txt").write_text("bolt\n")
+    entry, place = find_dataset(name, "boxes"), Place(tmp_path)
+    assert entry is not None
+    monkeypatch.setattr("os.scandir", lambda folder: contextlib.closing(endless(folder)))
+    assert not entry.reads(place)

@@ -31,7 +31,7 @@ def masks(tmp_path: Path) -> Path:
     return tmp_path / "squares"
 
 
-@pytest.mark.parametrize("form", ["cvat_coco", "label_studio_yolo", "labelme", "label_studio", "cvat"])
+@pytest.mark.parametrize("form", ["cvat_coco", "label_studio_yolo", "labelme", "label_studio", "cvat", "voc"])
 def test_a_folder_of_boxes_is_for_a_detector(tmp_path: Path, form: str) -> None:
     name, write = ONE_SET[form]
     write(tmp_path / "parts", drawn(range(12)))

@@ -362,6 +362,15 @@ def test_each_class_s_iou_is_shown(trained: Path) -> None:
     assert answer["mean"] == {"iou": pytest.approx(answer["miou"])}
 
 
+def test_an_overlay_shows_the_labels_that_were_asked_for() -> None:
+    labels = np.array([[0, 1, 2]], dtype=np.uint8)
+    answer = Segments(Path(), ("sky", "cat"), (0.5, 0.3), classes=labels)
+    overlay = answer.overlay(3, ("sky", "dog", "cat"))
+    assert overlay is not None
+    assert np.asarray(overlay.convert("RGBA"))[0, :, 3].tolist() == [0, 0, 140]
+    assert answer.label_map(("sky", "dog", "cat")).getextrema() == (0, 2)
+
+
 def test_a_class_that_is_nowhere_is_called_absent() -> None:
     figures = {"loss": 0.5, "miou": 50.0, "iou_cat": float("nan")}
     seen = {"path": "w", "weights": "ema", "samples": 1, "counts": {}, "broken": (), "seconds": 1.0}

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from paceline.trainer.evaluate_target import EvaluationReport, SizeSweep
 
 # Scores shown for each class, if available.
-_SHARES = {"precision": "precision", "recall": "recall", "f1": "F1", "average_precision": "AP", "iou": "IoU"}
+_SHARES = {
+    "precision": "precision",
+    "recall": "recall",
+    "f1": "F1",
+    "average_precision": "AP",
+    "mask_average_precision": "AP of masks",
+    "iou": "IoU",
+}
 _THRESHOLDS = {"threshold": "threshold", "best_threshold": "best threshold"}
 
 
@@ -70,7 +77,7 @@ class Evaluate:
         Shape(without=("sizes",)),
         "Also show precision, recall, F1 and the number of samples of each class, or of entities of each type, worst "
         "first; of any number of labels the average precision and the threshold of the highest F1 too; of segmentation "
-        "IoU and the number of pixels.",
+        "IoU and the number of pixels; of detection the average precision and the number of boxes.",
     ] = False
     weights: Weights = "auto"
     best: Best = False
@@ -124,7 +131,8 @@ def _of_one(report: EvaluationReport, *, per_class: bool) -> Result:
     if per_class:
         classes = scores["per_class"]
         shares, thresholds = ([key for key in keys if key in classes[0]] for keys in (_SHARES, _THRESHOLDS))
-        counted = "pixels" if "iou" in shares else "entities" if "entity_f1" in report.metrics else "samples"
+        named = {"iou": "pixels", "entity_f1": "entities", "box_map": "boxes"}
+        counted = next((what for key, what in named.items() if key in (*shares, *report.metrics)), "samples")
         titles = [(_SHARES | _THRESHOLDS)[key] for key in (*shares, *thresholds)]
         total = report.samples if counted == "samples" else sum(each["count"] for each in classes)
         rows = [

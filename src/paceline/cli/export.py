@@ -124,7 +124,8 @@ def _checks(written: Exported, form: str) -> list[str]:
     lines = []
     if written.largest_difference is not None:
         reader, difference = formats()[form].reader, f"{written.largest_difference:.1e}"
-        lines.append(f"{reader} matches the network: largest difference {difference} in the logits")
+        where = getattr(written.largest_difference, "where", "in the logits")
+        lines.append(f"{reader} matches the network: largest difference {difference} {where}")
     trial = written.trial
     if trial is not None and trial.before is not None and trial.after is not None:
         lines.append(

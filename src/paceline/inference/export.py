@@ -21,12 +21,13 @@ from paceline.checkpoint.weights import (
     check_tensors,
     read_weights,
 )
-from paceline.errors import CheckpointError, PacelineError
+from paceline.errors import CheckpointError, PacelineError, RecipeError
 from paceline.inference.atomic_output import check_output, put_in_place
 from paceline.inference.export_onnx import QuantizationResult, calibration_images, need_onnx, quantised, write_onnx
 from paceline.inference.formats import ONNX, formats
 from paceline.inference.program import InBfloat16, preprocessing, write_program
-from paceline.recipe.load import Overrides
+from paceline.recipe.load import Overrides, set_by
+from paceline.recipe.schema import refuse_foreign_code
 from paceline.tasks.exportable import Exportable
 from paceline.tasks.trained import TaskMaker, open_exportable
 
@@ -42,7 +43,8 @@ class ExportRequest:
         weights: ``auto``, ``model`` or ``ema``.
         best: In a run directory, take the best checkpoint instead of the newest.
         quantize: ``int8``, ``bf16`` or None.
-        overrides: Changes to the run's ``data`` section, for ``int8``, which calibrates on some of its images.
+        overrides: Changes to the run's ``data`` section, for ``int8``, which calibrates on some of its images, and for
+            detectors, which are compared on some.
         trust_code: Whether to import code named in the weights' recipe.
         task: Makes the task, instead of the one that the recipe names.
     """
@@ -59,7 +61,11 @@ class ExportRequest:
 
     def opened(self, saved: SavedWeights) -> Exportable:
         """Return the network of the weights with its inputs."""
-        return open_exportable(saved, trust_code=self.trust_code, target=self.form, task=self.task)
+        data = () if self.quantize == "int8" else self.overrides
+        if "detects" in saved.description("data"):  # it is compared on the data, which their code may read
+            recipe = saved.recipe(data)
+            refuse_foreign_code(saved.description("recipe"), recipe, str(saved.path), trusted=self.trust_code)
+        return open_exportable(saved, trust_code=self.trust_code, target=self.form, task=self.task, overrides=data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +98,7 @@ def export(request: ExportRequest) -> Exported:
     """
     _check(request)
     saved = read_weights(request.target, request.weights, best=request.best)
+    _refuse_overrides(request, saved)
     check_finite(saved)
     with put_in_place(request.output) as path:
         compared = formats()[request.form](request, saved, path)
@@ -121,14 +128,23 @@ def _check(request: ExportRequest) -> None:
             f"--quantize {request.quantize} is for --format {able}, not {request.form}; choose one of them, or leave "
             "it out."
         )
-    if request.overrides and request.quantize != "int8":
-        raise PacelineError(
-            f"overrides have no effect here (found {', '.join(map(str, request.overrides))}): they select the data for "
-            "--quantize int8; leave them out."
-        )
     check_output(request.output)
     if known[request.form].reader == ONNX.reader:
         need_onnx()
+
+
+def _refuse_overrides(request: ExportRequest, saved: SavedWeights) -> None:
+    """Refuse overrides that have no effect."""
+    if not request.overrides:
+        return
+    if other := [key for key in set_by(request.overrides) if not key.startswith("data.")]:
+        raise RecipeError(f"override '{other[0]}' has no effect: only data.* selects the images.")
+    compares = formats()[request.form].reader and "detects" in saved.description("data")
+    if request.quantize != "int8" and not compares:
+        raise PacelineError(
+            f"overrides have no effect here (found {', '.join(map(str, request.overrides))}): they select the data for "
+            "--quantize int8, and for the comparison of a detector; leave them out."
+        )
 
 
 def file_metadata(saved: SavedWeights, request: ExportRequest) -> dict[str, str]:
@@ -184,6 +200,11 @@ def write_torch_export(request: ExportRequest, saved: SavedWeights, path: Path) 
     """Write a program of torch.export, and compare."""
     exportable = request.opened(saved)
     if request.quantize is not None:
+        if len(exportable.output_names) > 1:
+            raise PacelineError(
+                f"--quantize {request.quantize} is for networks of one output, and this one returns "
+                f"{', '.join(exportable.output_names)}; leave it out."
+            )
         exportable = replace(exportable, network=InBfloat16(exportable.network).eval())
     return write_program(exportable.in_units, path, _described(exportable, request))
 

@@ -24,10 +24,10 @@ from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import evaluation_image
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError
-from paceline.inference.onnx_predictor import OUTPUT, onnx_session
+from paceline.inference.onnx_predictor import onnx_session
 from paceline.inference.program import first_line
 from paceline.parsing.plain_text import one_form
-from paceline.recipe.load import Overrides, set_by
+from paceline.recipe.load import Overrides
 from paceline.recipe.schema import refuse_foreign_code
 from paceline.tasks.exportable import Exportable
 from paceline.tasks.trained import trained_task
@@ -80,7 +80,7 @@ def write_onnx(exportable: Exportable, path: Path, metadata: Mapping[str, str]) 
                 dynamo=True,
                 dynamic_shapes=exportable.dynamic_shapes,
                 input_names=[each.name for each in exportable.inputs],
-                output_names=[OUTPUT],
+                output_names=list(exportable.output_names),
                 verbose=False,
             )
     except Exception as error:  # tracing an arbitrary network may raise anything
@@ -114,10 +114,11 @@ class OnnxSession:
         self._session = onnx_session(path, torch.device("cpu"))
         self._names = [each.name for each in self._session.get_inputs()]
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """Return float32 logits."""
+    def __call__(self, *inputs: Tensor) -> Any:
+        """Return the output, or a tuple of several."""
         feeds = {name: each.numpy() for name, each in zip(self._names, inputs, strict=True)}
-        return torch.from_numpy(self._session.run([OUTPUT], feeds)[0])
+        outputs = tuple(map(torch.from_numpy, self._session.run(None, feeds)))
+        return outputs[0] if len(outputs) == 1 else outputs
 
 
 @contextmanager
@@ -189,8 +190,6 @@ def calibration_images(saved: SavedWeights, overrides: Overrides, *, trust_code:
         PacelineError: If they are not images, or not at the recipe's path.
     """
     data, where = saved.description("data"), str(saved.path)
-    if other := [key for key in set_by(overrides) if not key.startswith("data.")]:
-        raise RecipeError(f"override '{other[0]}' has no effect: only data.* selects the images.")
     recipe = saved.recipe(overrides)
     refuse_foreign_code(saved.description("recipe"), recipe, where, trusted=trust_code)
     statistics: dict[str, Any] = {key: tuple(data[key]) for key in ("mean", "std") if key in data}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,9 @@ from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Normalize, Placement
 from paceline.errors import CheckpointError, DataError
 from paceline.parsing.files import refuse_special_inputs
+from paceline.prediction.predictor import Predictor
 from paceline.tasks.labelling import ImageLabeller, Outputs, Preprocessing
+from paceline.tasks.trained import trained_recipe, trained_task
 from paceline.tasks.views import CROPS, AveragedViews
 
 _INPUT, OUTPUT = "images", "logits"
@@ -27,28 +29,17 @@ class OnnxPredictor(ImageLabeller):
     """An ONNX file from ``paceline export --format onnx``; its metadata describe the preprocessing.
 
     Args:
-        path: The file: float32 [N, C, H, W] named ``images``, normalised, to ``logits``.
-        device: Device; a GPU if this ONNX Runtime supports it.
+        session: The file: float32 [N, C, H, W] named ``images``, normalised, to ``logits``.
+        saved: Its metadata.
 
     Raises:
-        CheckpointError: If it is not such a file, or ONNX Runtime is not installed.
+        CheckpointError: If it is not such a file.
         DataError: If it does not label images.
     """
 
-    def __init__(self, path: Path, device: torch.device) -> None:
-        if not path.is_file():
-            raise CheckpointError(f"'{path}' does not exist; give an ONNX file that paceline export wrote.")
-        refuse_special_inputs(path)
-        self._path = path
-        self._session = onnx_session(path, device)
-        metadata: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
-        if not {"recipe", "data"} <= metadata.keys():
-            raise CheckpointError(
-                f"'{path}' does not say in its metadata how to prepare images; give a file that paceline export "
-                "--format onnx wrote."
-            )
-        self._saved = SavedWeights(state={}, weights="model", path=path, metadata=metadata)
-        data = self._saved.description("data")
+    def __init__(self, session: Any, saved: SavedWeights) -> None:
+        self._session, self._saved, self._path = session, saved, saved.path
+        path, data = saved.path, saved.description("data")
         outputs = Outputs.description(data)
         ranks = [len(each.shape) for each in self._session.get_outputs() if each.name == OUTPUT]
         if outputs is None or ranks not in ([], [2]):
@@ -104,6 +95,39 @@ class OnnxPredictor(ImageLabeller):
                 f"'{self._path}' must take float32 [N, C, H, W] named {_INPUT}, of any N, and return {OUTPUT}; it "
                 f"takes {inputs} and returns {outputs}. Write it with paceline export --format onnx."
             )
+
+
+def open_onnx(path: Path, device: torch.device, *, trust_code: bool) -> Predictor:
+    """Open an ONNX file from ``paceline export`` that labels images or finds objects.
+
+    Args:
+        path: The file.
+        device: Device; a GPU if this ONNX Runtime supports it.
+        trust_code: Whether to import code named in the file's recipe.
+
+    Raises:
+        CheckpointError: If it is not such a file, or ONNX Runtime is not installed.
+        DataError: If it answers no images.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"'{path}' does not exist; give an ONNX file that paceline export wrote.")
+    refuse_special_inputs(path)
+    session = onnx_session(path, device)
+    metadata: dict[str, str] = session.get_modelmeta().custom_metadata_map
+    if not {"recipe", "data"} <= metadata.keys():
+        raise CheckpointError(
+            f"'{path}' does not say in its metadata how to prepare images; give a file that paceline export "
+            "--format onnx wrote."
+        )
+    saved = SavedWeights(state={}, weights="model", path=path, metadata=metadata)
+    names = [each.name for each in session.get_outputs()]
+    if "picture" not in saved.description("data"):
+        return OnnxPredictor(session, saved)
+
+    def run(images: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return dict(zip(names, map(torch.from_numpy, session.run(names, {_INPUT: images.numpy()})), strict=True))
+
+    return trained_task(saved, trust_code=trust_code)(trained_recipe(saved)).exported_predictor(saved, run)
 
 
 def onnx_session(path: Path, device: torch.device) -> Any:

@@ -8,7 +8,7 @@ import torch
 
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, DataError
-from paceline.inference.onnx_predictor import OnnxPredictor
+from paceline.inference.onnx_predictor import open_onnx
 from paceline.prediction.predictor import Predictor
 from paceline.tasks.labelling import TrainedLabeller
 from paceline.tasks.own_code import refused
@@ -59,7 +59,7 @@ def open_predictor(
             raise CheckpointError(
                 f"'{target}' holds one set of weights: --weights and --best have no effect; leave them out."
             )
-        return OnnxPredictor(target, device)
+        return open_onnx(target, device, trust_code=trust_code)
     saved = read_weights(target, weights, best=best)
     task = trained_task(saved, trust_code=trust_code)(trained_recipe(saved))
     predictor = task.predictor(saved, device)

@@ -391,9 +391,9 @@ class Data:
     (Python's documentation), `text_folder`, `tokens` (what `paceline pack --text` wrote), `huggingface_text` (what
     `save_to_disk` wrote, or parquet), `text_table` (CSV, JSON lines, parquet or what `save_to_disk` wrote: texts with
     labels) or `chat` (the same, with columns `prompt` and `answer`, or `messages`); of clicks `criteo` (lines of
-    numbers and categories) or `synthetic_clicks`; for detection `coco`, `yolo`, `labelme`, `label_studio`, `cvat`
-    (what these tools export) or `shapes`, which are drawn; for segmentation these or `masks` (a label map for each
-    image); or `package.module:factory`."""
+    numbers and categories) or `synthetic_clicks`; for detection `coco`, `yolo`, `voc`, `labelme`, `label_studio`,
+    `cvat` (what these tools export) or `shapes`, which are drawn; for segmentation these or `masks` (a label map for
+    each image); or `package.module:factory`."""
     path: Annotated[LocalPath | None, Off, _used("path")] = None
     """Path of the data; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt; of a `mixture`, the folder with

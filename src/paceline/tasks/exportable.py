@@ -20,6 +20,22 @@ _MEAN_OVER_STD = 10_000.0  # above it, fp32 keeps fewer than three digits of the
 _TRIED = (1, 2, 5)
 
 
+class Difference(float):
+    """The largest difference between the outputs of an exported model and of its network.
+
+    Attributes:
+        where: What it is of, as the end of a sentence.
+    """
+
+    where: str
+
+    def __new__(cls, largest: float, where: str = "in the logits") -> Difference:
+        """Return the number with its words."""
+        difference = super().__new__(cls, largest)
+        difference.where = where
+        return difference
+
+
 @dataclass(frozen=True)
 class Input:
     """One input tensor of a network.
@@ -50,11 +66,12 @@ class Exportable:
     """A trained network in evaluation mode on the CPU.
 
     Attributes:
-        network: Takes the inputs in order, returns one tensor of ``logits``.
+        network: Takes the inputs in order, returns the outputs.
         inputs: Its inputs.
         longest: The maximum size of each dynamic dimension that has one.
         saved: Its weights and their description.
         outputs: Meaning of the outputs, if it labels images or predicts numbers of them.
+        output_names: Names of the outputs; by default one tensor.
     """
 
     network: nn.Module
@@ -62,6 +79,7 @@ class Exportable:
     longest: dict[str, int]
     saved: SavedWeights
     outputs: Outputs | None = None
+    output_names: tuple[str, ...] = ("logits",)
 
     @property
     def in_units(self) -> Exportable:
@@ -98,7 +116,7 @@ class Exportable:
             for each in self.inputs
         )
 
-    def compare(self, other: Any, *, what: str, tolerance: float = TOLERANCE) -> float:
+    def compare(self, other: Any, *, what: str, tolerance: float = TOLERANCE) -> Difference:
         """Compare an exported model with its network at several batch sizes.
 
         Args:
@@ -139,7 +157,7 @@ class Exportable:
                     f"{float(expected.abs().max()):.2g}); nothing was written. Use --format safetensors."
                 )
             largest = max(largest, difference)
-        return largest
+        return Difference(largest)
 
 
 class _InUnits(nn.Module):

@@ -436,6 +436,20 @@ class Task(ABC):
         """
         return self._labeller(saved, device)
 
+    def exported_predictor(
+        self, saved: SavedWeights, run: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+    ) -> Predictor:
+        """Return what answers files with an exported network; by default none does.
+
+        Args:
+            saved: The description in the file, without tensors.
+            run: Returns the network's outputs by name.
+
+        Raises:
+            PacelineError: If the task answers none.
+        """
+        raise DataError(f"'{saved.path}' is not an image classifier or a detector, so it cannot label images.")
+
     def exportable(self, saved: SavedWeights, target: str) -> Exportable:
         """Return the network of trained weights with its inputs; by default normalised images.
 

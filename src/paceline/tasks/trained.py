@@ -9,6 +9,7 @@ from paceline.checkpoint.weights import SavedWeights
 from paceline.errors import RecipeError
 from paceline.plugins.references import is_reference, is_same_class
 from paceline.plugins.registry import built_in, name_of
+from paceline.recipe.load import Overrides
 from paceline.recipe.schema import Recipe, refuse_foreign_code
 from paceline.storage.addresses import is_address
 from paceline.tasks.exportable import Exportable
@@ -18,9 +19,9 @@ from paceline.tasks.task import Task, build_task, task_name
 TaskMaker = Callable[[Recipe], Task]
 
 
-def trained_recipe(saved: SavedWeights) -> Recipe:
+def trained_recipe(saved: SavedWeights, overrides: Overrides = ()) -> Recipe:
     """Return the weights' training recipe, changed so that building the network downloads and initialises nothing."""
-    recipe = saved.recipe()
+    recipe = saved.recipe(overrides)
     return replace(recipe.without_initial_weights(), distillation=replace(recipe.distillation, teacher=None))
 
 
@@ -64,7 +65,9 @@ def trained_task(saved: SavedWeights, *, trust_code: bool) -> TaskMaker:
     return make
 
 
-def open_exportable(saved: SavedWeights, *, trust_code: bool, target: str, task: TaskMaker | None = None) -> Exportable:
+def open_exportable(
+    saved: SavedWeights, *, trust_code: bool, target: str, task: TaskMaker | None = None, overrides: Overrides = ()
+) -> Exportable:
     """Build the network of saved weights, and describe its inputs.
 
     Args:
@@ -72,11 +75,12 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, target: str, task:
         trust_code: Whether to import code named in their recipe.
         target: Requested format, for the message.
         task: Makes the task, instead of the one that the recipe names.
+        overrides: Changes to the recipe's ``data`` section, for tasks whose exports are compared on their data.
 
     Raises:
         PacelineError: If the network's inputs are unknown.
     """
-    opened = (task or trained_task(saved, trust_code=trust_code))(trained_recipe(saved))
+    opened = (task or trained_task(saved, trust_code=trust_code))(trained_recipe(saved, overrides))
     exportable = opened.exportable(saved, target)
     if not isinstance(exportable, Exportable):
         raise refused(opened, "exportable returned", exportable, "an Exportable of paceline.tasks.exportable")

@@ -45,7 +45,7 @@ from paceline.trainer.subject import Subject, TaskMaker, find_host_limits
 Split = Literal["validation", "holdout"]
 
 _ORIGINS = ("data.validation", "data.validation_fraction")  # keys of reasons that tell which samples are held out
-_PER_CLASS = ("label_scores", "class_iou", "entity_scores")  # keys of details
+_PER_CLASS = ("label_scores", "class_iou", "class_ap", "entity_scores")  # keys of details
 PREDICTION_FORMATS = (".jsonl", ".csv")
 
 
@@ -99,8 +99,8 @@ class EvaluationReport:
         no_confusion: The method that failed while computing it or the class scores, and its error; else empty.
         not_finite: The metrics that are infinite or nan and therefore not a result.
         left_out: Data that is not used, one sentence per kind.
-        per_class: The scores of each class, lowest first, for images with any number of labels or for labelled pixels;
-            else empty.
+        per_class: The scores of each class, lowest first, for images with any number of labels, labelled pixels or
+            objects; else empty.
     """
 
     path: Path

@@ -9,6 +9,7 @@ import ipaddress
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import cache
 from html import escape
 from http import HTTPStatus
@@ -195,11 +196,13 @@ def _add_predict(app: FastAPI, service: Service, model: str) -> None:
 
 
 def _shown(name: str, answer: Answer, top_k: int, predictor: Predictor) -> ImageAnswer:
+    # A batch is answered with the most labels that any of its requests allows.
+    answer = replace(answer, labels=answer.labels[:top_k], probabilities=answer.probabilities[:top_k])
     row, overlay = answer.row(), answer.overlay(_OVERLAY, predictor.classes)
     return ImageAnswer(
         name=name,
-        labels=list(answer.labels[:top_k]),
-        probabilities=list(answer.probabilities[:top_k]),
+        labels=list(answer.labels),
+        probabilities=list(answer.probabilities),
         boxes=list(row["boxes"][:top_k]) if "boxes" in predictor.kind.per_label else None,
         overlay=None if overlay is None else _data_url(overlay),
         numbers=row.get("numbers") or None,

@@ -14,12 +14,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import islice
+from pathlib import Path, PurePath
 from typing import Any
 from unicodedata import normalize
+from xml.etree import ElementTree as ET
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +30,9 @@ from paceline.data.disk_cache import cached, stamp_or_none
 from paceline.data.image.dataset import stratified_split
 from paceline.data.image.decode import decode, upright_size
 from paceline.data.image.source import Image
-from paceline.data.splits import TEST, TRAIN, UNREAD_SPLITS, VALIDATION
+from paceline.data.splits import TEST, TRAIN, UNREAD_SPLITS, VALIDATION, split_of
 from paceline.errors import DataError, data_error
-from paceline.parsing.files import SkippedItems, list_files, refuse_archive, refuse_special_inputs
+from paceline.parsing.files import SkippedItems, is_folder, list_files, refuse_archive, refuse_special_inputs
 from paceline.parsing.plain_text import load_json, one_form, utf8
 from paceline.recipe.data import Data
 from paceline_vision.detection.dataset import BoxDataset, DetectedObjects
@@ -40,6 +42,7 @@ from paceline_vision.detection.plausibility import implausible
 _SHOWN = 5  # maximum number of faults in a message
 _READERS = 8
 _LOOKED_AT = 2**16  # bytes
+_ENTRIES, _FOLDERS, _INSIDE = 10_000, 100, 1_000  # of a folder, and of each folder in it
 _POINTS = 32  # of the polygon of an ellipse
 _RECTANGLE = 10  # numbers: four corners, and maybe the first one again
 _COMPARED = 50_000  # annotations
@@ -139,7 +142,8 @@ class AnnotationCollector:
             runs: Run lengths, if there are no polygons.
         """
         numbers = [*box, *(number for polygon in polygons for number in polygon)]
-        if not numbers or not all(map(is_coordinate, numbers)) or (not box and min(map(len, polygons)) < 2):
+        has_points = all(len(each) >= 2 and not len(each) % 2 for each in polygons)
+        if not numbers or not all(map(is_coordinate, numbers)) or not has_points:
             self.faults.append(f"{place} has {abbreviate(numbers)}, which must be numbers of at most {_MOST:,} pixels")
             return
         left, top, right, bottom = box or edges(polygons)
@@ -147,6 +151,35 @@ class AnnotationCollector:
         outline: Any = runs or [list(each) for each in polygons]
         entry = {"image_id": len(self._images[split]) - 1, "bbox": [left, top, right - left, bottom - top]}
         self._objects[split].append((place, label, entry | {"segmentation": outline, "iscrowd": 0}))
+
+    def read(
+        self,
+        found: Mapping[str, tuple[str, Any]],
+        add: Callable[[str, str, Any, tuple[int, int]], None],
+        data: Data,
+        left_out: SkippedItems,
+        split: Callable[[str], str] = lambda picture: split_of(PurePath(picture).parent) or "",
+    ) -> BoxDataset:
+        """Add pictures with what was read for each, and return the data set; for formats of one entry per picture.
+
+        Args:
+            found: Where each picture's entry is, and its content, by the picture's path in the folder.
+            add: Adds the objects of a picture, given its split, the place, the content, and its height and width.
+            data: The recipe's section.
+            left_out: What was left out so far.
+            split: Returns a picture's split.
+
+        Raises:
+            DataError: If the reader found faults, or no picture.
+        """
+        for picture, size in sizes_of(self._every.folder, list(found), data, left_out).items():
+            part = split(picture)
+            self.add_picture(part, picture, size)
+            add(part, *found[picture], size)
+        sets = self.sets()
+        if not sets:
+            raise data_error(self._every.file, "holds no picture with annotations: correct the path, or add them.")
+        return box_dataset(data, sets, left_out)
 
     def sets(self) -> dict[str, AnnotatedSet]:
         """Return the pictures of each split.
@@ -298,6 +331,23 @@ def begins_with(file: Path, first: bytes, *names: bytes) -> bool:
     return start.lstrip().startswith(first) and any(each in start for each in names)
 
 
+def first_entries(folder: str | Path, most: int = _ENTRIES) -> list[os.DirEntry[str]]:
+    """Return the first entries of a folder, which may hold millions; none if it cannot be listed."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(islice(entries, most))
+    except OSError:  # the function that opens it reports the reason
+        return []
+
+
+def first_files(root: Path, ending: str) -> Iterator[Path]:
+    """Yield files with an ending in a folder and in its folders, of the first entries of each."""
+    entries = first_entries(root)
+    folders = islice(filter(is_folder, entries), _FOLDERS)
+    for found in (entries, *(first_entries(each.path, _INSIDE) for each in folders)):
+        yield from (Path(each.path) for each in found if each.name.endswith(ending))
+
+
 def ellipse(x: float, y: float, across: float, down: float, turned: float = 0.0) -> list[float]:
     """Return x and y of points on an ellipse, turned by some degrees around its centre."""
     cosine, sine = math.cos(math.radians(turned)), math.sin(math.radians(turned))
@@ -360,6 +410,21 @@ def read_json(file: Path, content: bytes, form: str) -> Any:
         raise DataError(
             f"{file} cannot be read as {form} ({error}); download it again, or correct it.", path=file
         ) from error
+
+
+def read_xml(file: Path, tool: str) -> Any:
+    """Parse an annotation file.
+
+    Raises:
+        DataError: If it is not XML in UTF-8, or declares entities, which could grow without limit; names the tool.
+    """
+    try:
+        content = read_content(file).decode("utf-8-sig")  # other encodings would hide declarations
+        if "<!DOCTYPE" in content or "<!ENTITY" in content:
+            raise data_error(file, f"declares entities, which {tool}'s files never do: export it again.")
+        return ET.fromstring(content)
+    except (ET.ParseError, ValueError) as error:
+        raise data_error(file, f"cannot be read as {tool}'s annotations ({error}): export it again.") from error
 
 
 def box_dataset(

@@ -9,6 +9,7 @@ Processes exchange little data: scores, classes and overlaps of each picture, bu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,15 +50,17 @@ class ImageDetections:
 
 
 class AveragePrecision:
-    """Collects detections; implements :class:`paceline.metrics.accumulator.Collector`.
+    """Collects detections; implements :class:`paceline.metrics.accumulator.DetailedCollector`.
 
     Args:
+        classes: Names of the classes from label 1 on.
         kinds: What to compare: ``box``, ``mask``.
     """
 
-    def __init__(self, kinds: Sequence[str] = ("box",)) -> None:
-        self._kinds = tuple(kinds)
+    def __init__(self, classes: Sequence[str], kinds: Sequence[str] = ("box",)) -> None:
+        self._classes, self._kinds = tuple(classes), tuple(kinds)
         self._pictures: list[ImageDetections] = []
+        self._by_class: dict[str, dict[int, NDArray[np.float64]]] = {}
 
     def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
         """Compare a batch's detections with its objects.
@@ -94,18 +97,35 @@ class AveragePrecision:
         pictures = sorted((each for part in parts for each in part), key=lambda each: each.sample)
         results = {}
         for kind in self._kinds:
-            by_threshold = 100 * mean_average_precisions(pictures, kind)
-            results[f"{kind}_map"] = float(by_threshold.mean())
-            results[f"{kind}_map50"] = float(by_threshold[0])
+            self._by_class[kind] = found = average_precisions(pictures, kind)
+            by_threshold = np.mean(list(found.values()), axis=0) if found else np.full(len(THRESHOLDS), np.nan)
+            results[f"{kind}_map"] = float(100 * by_threshold.mean())
+            results[f"{kind}_map50"] = float(100 * by_threshold[0])
         return results
 
+    def details(self, parts: Sequence[list[ImageDetections]]) -> dict[str, Any]:
+        """Return average precision and number of objects of each class with objects, lowest first; after `results`."""
+        counts = Counter(label for part in parts for each in part for label in each.true_labels[~each.crowd].tolist())
+        keys = {"box": "average_precision", "mask": "mask_average_precision"}
+        rows: list[dict[str, Any]] = [
+            {
+                "class": self._classes[label - 1],
+                "count": counts[label],
+                **{keys[kind]: float(100 * self._by_class[kind][label].mean()) for kind in self._kinds},
+            }
+            for label in self._by_class[self._kinds[0]]
+        ]
+        return {"class_ap": sorted(rows, key=lambda row: row["average_precision"])}
 
-def mean_average_precisions(pictures: Sequence[ImageDetections], kind: str) -> NDArray[np.float64]:
-    """Return the mean over classes at each threshold, [10]; pictures must be in the order of their numbers."""
+
+def average_precisions(pictures: Sequence[ImageDetections], kind: str) -> dict[int, NDArray[np.float64]]:
+    """Return the average precision of each class with objects at each threshold, [10], by label.
+
+    Pictures must be in the order of their numbers.
+    """
     classes = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(each.true_labels for each in pictures)]))
-    by_class = [_average_precisions(pictures, kind, int(label)) for label in classes]
-    valid = [each for each in by_class if each is not None]
-    return np.mean(valid, axis=0) if valid else np.full(len(THRESHOLDS), np.nan)
+    found = {int(label): _average_precisions(pictures, kind, int(label)) for label in classes}
+    return {label: each for label, each in found.items() if each is not None}
 
 
 def _average_precisions(pictures: Sequence[ImageDetections], kind: str, label: int) -> NDArray[np.float64] | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,9 +15,11 @@ import torch
 from PIL import Image, ImageDraw
 from torch import nn
 
+from paceline.checkpoint.durable import hash_file
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.image.decode import BrokenImageError, decode
 from paceline.data.image.pillow_pixels import LARGEST_PIXELS, Pixels
+from paceline.errors import CheckpointError
 from paceline.prediction.predictor import NOT_FINITE, Answer, Box, Predictor
 from paceline_vision.detection.pipeline import as_floats, as_tensor
 
@@ -139,11 +143,9 @@ class DetectionPredictor(Predictor):
         """Return one prediction per picture, in order, without paths; each picture is processed alone."""
         return [self._answer(pixels, top_k) for pixels in prepared]
 
-    @torch.inference_mode()
     def _answer(self, pixels: Pixels, top_k: int) -> Answer:
-        self._is_finite.clear()
-        output: dict[str, torch.Tensor] = self._network(as_floats([as_tensor(pixels).to(self._device)]))[0]
-        if not bool(torch.stack(self._is_finite).all()):
+        output = self._found(pixels)
+        if output is None:
             return self.unreadable(Path(), NOT_FINITE)
         # Detections more likely than not, by descending score.
         order = output["scores"].sort(descending=True, stable=True).indices
@@ -152,12 +154,56 @@ class DetectionPredictor(Predictor):
         boxes: list[Any] = [tuple(round(edge, 2) for edge in box) for box in output["boxes"].tolist()]
         return Detections(
             Path(),
-            tuple(self.classes[label - 1] for label in output["labels"].tolist()),
+            tuple(self.classes[label] for label in output["labels"].tolist()),
             tuple(output["scores"].tolist()),
             boxes=tuple(boxes),
             masks=output.get("masks"),
             size=(pixels.shape[0], pixels.shape[1]),
         )
 
+    @torch.inference_mode()
+    def _found(self, pixels: Pixels) -> Mapping[str, torch.Tensor] | None:
+        """Return boxes in pixels of the picture, labels from 0, scores and any masks; None if it is not finite."""
+        self._is_finite.clear()
+        output: dict[str, torch.Tensor] = self._network(as_floats([as_tensor(pixels).to(self._device)]))[0]
+        return {**output, "labels": output["labels"] - 1} if bool(torch.stack(self._is_finite).all()) else None
+
     def _note(self, _: nn.Module, __: Any, scores: torch.Tensor) -> None:
         self._is_finite.append(scores.isfinite().all())
+
+
+class ExportedDetector(DetectionPredictor):
+    """A detector that ``paceline export`` wrote, for pictures of one size.
+
+    Args:
+        saved: The file's description.
+        run: Returns its outputs by name.
+    """
+
+    def __init__(self, saved: SavedWeights, run: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]) -> None:
+        from paceline_vision.detection.exported import Canvas
+
+        data = saved.description("data")
+        try:
+            self.classes, self._canvas = tuple(data["class_names"]), Canvas(**data["picture"])
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{saved.path} does not say how to prepare pictures ({error}); export it again."
+            ) from error
+        self._run, self._saved = run, saved
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the file."""
+        return hash_file(self._saved.path, hashlib.sha256).digest
+
+    def prepare(self, content: bytes) -> Pixels:
+        """Decode one image file, uint8 [H, W, 3]; raises BrokenImageError if it cannot be read."""
+        return decode(content, 3)
+
+    def _found(self, pixels: Pixels) -> Mapping[str, torch.Tensor] | None:
+        output = dict(self._run(self._canvas.prepared(pixels)))
+        output["boxes"] = self._canvas.in_picture(output["boxes"], pixels.shape[0], pixels.shape[1])
+        if "masks" in output:
+            output["masks"] = output["masks"][:, None]
+        return output if bool(output["boxes"].isfinite().all()) else None

@@ -8,7 +8,7 @@ estimates), the metric (``average_precision.py``), and what finds objects with t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cached_property
@@ -26,7 +26,7 @@ from paceline.data.image.decode import BrokenImageError
 from paceline.data.pipeline import Pipeline, Placement, reading_threads
 from paceline.data.random_draws import derive_seed
 from paceline.data.slices import evenly_spaced
-from paceline.errors import ModelError, RecipeError, setting_error
+from paceline.errors import DataError, ModelError, PacelineError, RecipeError, setting_error
 from paceline.host.world import World
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.plan import DataFacts
@@ -251,7 +251,11 @@ class Detection(Task):
 
     def collectors(self) -> tuple[Collector, ...]:
         """Return the collector of mean average precision."""
-        return (AveragePrecision(self._kinds),) if any(each.is_collected for each in self.metrics) else ()
+        return (
+            (AveragePrecision(self.dataset.classes, self._kinds),)
+            if any(each.is_collected for each in self.metrics)
+            else ()
+        )
 
     def on_fake_tensors(self, networks: Sequence[nn.Module]) -> FakeDetections | None:
         """Return the context that assumes what a detector finds."""
@@ -285,13 +289,30 @@ class Detection(Task):
 
         return DetectionPredictor(saved, self.trained(saved, device), self.dataset.classes, device)
 
+    def exported_predictor(self, saved: SavedWeights, run: Callable[[Tensor], Mapping[str, Tensor]]) -> Predictor:
+        """Return what finds objects in pictures with an exported detector."""
+        from paceline_vision.detection.predictor import ExportedDetector
+
+        return ExportedDetector(saved, run)
+
     def exportable(self, saved: SavedWeights, target: str) -> Exportable:
-        """Refuse: no format of exported networks can express a detector."""
-        raise RecipeError(
-            f"{saved.path} holds a detector: it takes pictures of any size and returns any number of boxes, which "
-            f"--format {target} cannot express; use --format safetensors.",
-            path=saved.path,
-        )
+        """Return the network for pictures of one size; the data is opened, to compare what is found in it."""
+        from paceline_vision.detection.exported import FORMATS, exportable_detector
+
+        if target not in FORMATS:
+            raise RecipeError(
+                f"{saved.path} holds a detector, which --format {target} cannot express; use --format onnx, "
+                "torch-export or safetensors.",
+                path=saved.path,
+            )
+        try:
+            dataset = type(self)(self.recipe).dataset
+        except PacelineError as error:
+            raise DataError(
+                f"a detector's export is compared on held-out pictures, which cannot be read: {error} Set "
+                "data.path=FOLDER."
+            ) from error
+        return exportable_detector(saved, self.trained(saved), dataset)
 
     def _losses(self, model: Model, batch: Batch) -> Tensor:
         """Return the loss of each picture by itself, [N]; random sampling is keyed by the picture's number."""

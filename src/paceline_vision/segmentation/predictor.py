@@ -65,12 +65,12 @@ class Segments(Answer):
         return image
 
     def overlay(self, longest: int, classes: Sequence[str]) -> Image.Image | None:
-        """Return the classes in half-transparent colours, the first one transparent; None without a prediction."""
+        """Return the labels in half-transparent colours, the first class transparent; None without a prediction."""
         if self.classes is None:
             return None
         image = self.label_map(classes)
         image.thumbnail((longest, longest), Image.Resampling.NEAREST)
-        image.info["transparency"] = bytes([0, *[_OPACITY] * (len(classes) - 1)])
+        image.info["transparency"] = bytes([0, *(_OPACITY * (each in self.labels) for each in classes[1:])])
         return image
 
 

@@ -10,7 +10,6 @@ import math
 import os
 from pathlib import Path, PurePath
 from typing import Any
-from xml.etree import ElementTree as ET
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from paceline_vision.detection.annotations import (
     box_dataset,
     ellipse,
     existing_folder,
-    read_content,
+    read_xml,
 )
 from paceline_vision.detection.dataset import BoxDataset
 from paceline_vision.inspection import WITH_BOXES
@@ -60,13 +59,7 @@ def open_cvat(data: Data) -> BoxDataset:
             f"{root} holds no {_FILE}: export 'CVAT for images 1.1', or name the file (data.annotations=FILE).",
             path=root,
         )
-    try:
-        content = read_content(file).decode("utf-8-sig")  # as CVAT writes: others would hide declarations
-        if "<!DOCTYPE" in content or "<!ENTITY" in content:
-            raise data_error(file, "declares entities, which CVAT's exports never do: export it again.")
-        tree = ET.fromstring(content)
-    except (ET.ParseError, UnicodeDecodeError) as error:
-        raise data_error(file, f"cannot be read as CVAT's annotations ({error}): export it again.") from error
+    tree = read_xml(file, "CVAT")
     if tree.find("track") is not None:
         raise data_error(file, "holds the tracks of a video: export 'CVAT for images 1.1' instead.")
     folder = root / "images" if (root / "images").is_dir() else root
@@ -108,7 +101,8 @@ def _add_shape(collector: AnnotationCollector, split: str, place: str, shape: An
     """Add an object, or a fault."""
     try:
         if shape.tag == "polygon":
-            flat = [float(each) for point in shape.get("points", "").split(";") for each in point.split(",")]
+            points = (point.split(",") for point in shape.get("points", "").split(";"))
+            flat = [float(each) for x, y in points for each in (x, y)]  # ValueError, too, unless they are pairs
             collector.add_object(split, place, shape.get("label"), polygons=[flat])
         elif shape.tag == "box":
             box = [float(shape.get(key, "")) for key in ("xtl", "ytl", "xbr", "ybr")]
@@ -123,7 +117,7 @@ def _add_shape(collector: AnnotationCollector, split: str, place: str, shape: An
         else:
             _add_mask(collector, split, place, shape, size)
     except ValueError:
-        collector.faults.append(f"{place} has coordinates that are not numbers")
+        collector.faults.append(f"{place} has coordinates that are not numbers, or points that are not x,y")
 
 
 def _turned(box: list[float], angle: float) -> list[float]:

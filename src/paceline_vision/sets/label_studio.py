@@ -12,6 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -25,13 +26,11 @@ from paceline_vision.detection.annotations import (
     AnnotationCollector,
     annotation_file,
     begins_with,
-    box_dataset,
     ellipse,
     existing_folder,
     is_coordinate,
     read_content,
     read_json,
-    sizes_of,
 )
 from paceline_vision.detection.dataset import BoxDataset
 from paceline_vision.inspection import WITH_BOXES
@@ -71,12 +70,7 @@ def open_label_studio(data: Data) -> BoxDataset:
         collector.own_files.add(str(file.relative_to(root)))
     pictures = [each for each in list_files(root, left_out) if has_extension(each, EXTENSIONS)]
     found = _annotated(tasks, pictures, collector, left_out)
-    for picture, size in sizes_of(root, list(found), data, left_out).items():
-        place, marks = found[picture]
-        collector.add_picture("", picture, size)
-        for mark in marks:
-            _add_mark(collector, f"task {place}", mark, size, left_out)
-    return box_dataset(data, collector.sets(), left_out)
+    return collector.read(found, partial(_add_marks, collector, left_out), data, left_out, split=lambda _: "")
 
 
 def _located(data: Data) -> tuple[Path, Path]:
@@ -164,6 +158,14 @@ def _picture(address: str, pictures: set[str], by_name: Mapping[str, str]) -> st
             if each in pictures:
                 return each
     return None
+
+
+def _add_marks(
+    collector: AnnotationCollector, left_out: SkippedItems, _: str, place: str, marks: list[Any], size: tuple[int, int]
+) -> None:
+    """Add the objects of a task."""
+    for mark in marks:
+        _add_mark(collector, f"task {place}", mark, size, left_out)
 
 
 def _add_mark(

@@ -8,25 +8,23 @@ out: labelme writes one also for a picture without objects.
 from __future__ import annotations
 
 import os
+from functools import partial
 from itertools import islice
-from pathlib import PurePath
 from typing import Any
 
 from paceline.data.image.source import EXTENSIONS
-from paceline.data.splits import split_of
 from paceline.parsing.files import SkippedItems, has_extension, list_files
 from paceline.plugins.dataset_registry import Place, dataset
 from paceline.recipe.data import Data
 from paceline_vision.detection.annotations import (
     AnnotationCollector,
     begins_with,
-    box_dataset,
     ellipse,
     existing_folder,
+    first_files,
     is_coordinate,
     read_content,
     read_json,
-    sizes_of,
 )
 from paceline_vision.detection.dataset import BoxDataset
 from paceline_vision.inspection import WITH_BOXES
@@ -37,8 +35,8 @@ _TRIED = 8  # files
 
 def _is_labelme(place: Place) -> bool:
     """Whether a folder, or a folder in it, has files as labelme writes them."""
-    files = islice((*place.path.glob("*.json"), *place.path.glob("*/*.json")), _TRIED) if place.is_folder else ()
-    return any(begins_with(each, b"{", b'"shapes"') for each in files)
+    files = first_files(place.path, ".json") if place.is_folder else ()
+    return any(begins_with(each, b"{", b'"shapes"') for each in islice(files, _TRIED))
 
 
 @dataset(
@@ -74,13 +72,7 @@ def open_labelme(data: Data) -> BoxDataset:
             collector.faults.append(f"{name} and {found[picture][0]} name the same picture, {picture}")
         else:
             found[picture] = name, shapes
-    sizes = sizes_of(root, list(found), data, left_out)
-    for picture, size in sizes.items():
-        name, shapes = found[picture]
-        split = split_of(PurePath(picture).parent) or ""
-        collector.add_picture(split, picture, size)
-        _add_shapes(collector, split, name, shapes, left_out)
-    return box_dataset(data, collector.sets(), left_out)
+    return collector.read(found, partial(_add_shapes, collector, left_out), data, left_out)
 
 
 def _picture(name: str, said: Any, pictures: set[str]) -> str | None:
@@ -93,7 +85,7 @@ def _picture(name: str, said: Any, pictures: set[str]) -> str | None:
 
 
 def _add_shapes(
-    collector: AnnotationCollector, split: str, name: str, shapes: list[Any], left_out: SkippedItems
+    collector: AnnotationCollector, left_out: SkippedItems, split: str, name: str, shapes: list[Any], _: tuple[int, int]
 ) -> None:
     """Add the objects of a file."""
     groups: dict[tuple[str, Any], tuple[str, list[list[float]]]] = {}

@@ -20,7 +20,7 @@ import yaml
 from paceline.data.image.source import EXTENSIONS
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_of
 from paceline.errors import DataError, data_error
-from paceline.parsing.files import SkippedItems, has_extension, list_files
+from paceline.parsing.files import SkippedItems, has_extension, is_folder, list_files
 from paceline.parsing.plain_yaml import load_plain
 from paceline.plugins.dataset_registry import Place, dataset
 from paceline.recipe.data import Data
@@ -28,6 +28,8 @@ from paceline_vision.detection.annotations import (
     AnnotationCollector,
     box_dataset,
     existing_folder,
+    first_entries,
+    first_files,
     read_content,
     sizes_of,
 )
@@ -47,13 +49,15 @@ _KEYS = {TRAIN: ("train",), VALIDATION: ("val", "valid", "validation"), TEST: ("
 def _is_yolo(place: Place) -> bool:
     """Whether a folder has folders of images and of text files, or class names and text files next to pictures."""
     root = place.path
-    labels = [root / "labels", *root.glob("*/labels")] if place.is_folder else []
-    if any((each.parent / "images").is_dir() and next(each.rglob("*.txt"), None) is not None for each in labels):
+    if not place.is_folder:
+        return False
+    labels = [root / "labels", *(Path(each.path) / "labels" for each in first_entries(root) if is_folder(each))]
+    if any((each.parent / "images").is_dir() and any(first_files(each, ".txt")) for each in labels):
         return True
-    names = (*_NAMES, "data.yaml")
-    texts = islice((*root.glob("*.txt"), *root.glob("*/*.txt")), _TRIED) if place.is_folder else ()
-    return any((root / each).is_file() for each in names) and any(
-        each.with_suffix(f".{ending}").is_file() for each in texts for ending in EXTENSIONS
+    return any((root / each).is_file() for each in (*_NAMES, "data.yaml")) and any(
+        each.with_suffix(f".{ending}").is_file()
+        for each in islice(first_files(root, ".txt"), _TRIED)
+        for ending in EXTENSIONS
     )
 
 

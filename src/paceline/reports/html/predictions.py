@@ -27,19 +27,26 @@ def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
         if confusion is not None:
             yield from _confusion(confusion, prefix)
         details = run.extra("evaluation/details.json")
-        if details is not None and "points" in details:
-            yield from _numbers(details, prefix)
-        if details is not None and "label_scores" in details:
-            yield _bars(details["label_scores"], prefix)
-            yield _thresholds(details, prefix)
-        if details is not None and "class_iou" in details:
-            yield _overlaps(details, prefix)
+        if details is not None:
+            yield from _details(details, prefix)
         if figures := run.extra("evaluation/figures.json"):
             yield from _figures(figures["examples"], prefix)
         if first := run.extra("first_batch.json"):
             yield _gallery(first["examples"], f"{prefix}The first training batch, as the network sees it")
         if run.recipe.get("evaluate.keep_examples") == 0:
             yield Text(f"{prefix}No predictions are kept: the recipe has `evaluate.keep_examples=0`.")
+
+
+def _details(details: Mapping[str, Any], prefix: str) -> Iterator[Block]:
+    if "points" in details:
+        yield from _numbers(details, prefix)
+    if "label_scores" in details:
+        yield _bars(details["label_scores"], prefix)
+        yield _thresholds(details, prefix)
+    if "class_iou" in details:
+        yield _overlaps(details, prefix)
+    if details.get("class_ap"):
+        yield _average_precisions(details, prefix)
 
 
 def _examples(examples: Mapping[str, Any], prefix: str) -> Iterator[Block]:
@@ -229,6 +236,20 @@ def _overlaps(details: Mapping[str, Any], prefix: str) -> Chart:
     )
 
 
+def _average_precisions(details: Mapping[str, Any], prefix: str) -> Chart:
+    """Plot a bar per class for boxes, and one for masks if there are any, lowest first."""
+    rows, names = details["class_ap"], {"average_precision": "boxes", "mask_average_precision": "masks"}
+    kinds = {key: name for key, name in names.items() if key in rows[0]}
+    colours = ("var(--series-1)", "var(--series-1)"), ("var(--series-2)", "var(--band-2)")
+    return _by_class(
+        rows,
+        title=f"{prefix}Average precision by class",
+        bars=dict(zip(kinds, colours, strict=False)),
+        columns={"count": "held-out boxes"} | {key: f"AP of {name}, %" for key, name in kinds.items()},
+        description=f"The lowest first, over overlaps 0.5 to 0.95; {_origin(details)}.",
+    )
+
+
 def _by_class(
     scores: Sequence[Mapping[str, Any]],
     *,
@@ -246,7 +267,7 @@ def _by_class(
             {
                 "type": "bar",
                 "orientation": "h",
-                "name": key,
+                "name": key.replace("_", " "),
                 "y": list(range(len(worst))),
                 "x": [round(each[key], 2) for each in worst],
                 "customdata": names,
