@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # Scores shown for each class, if available.
 _SHARES = {"precision": "precision", "recall": "recall", "f1": "F1", "average_precision": "AP", "iou": "IoU"}
+_MANY = 100  # samples of a class from which on decimals of a percentage mean something
 _THRESHOLDS = {"threshold": "threshold", "best_threshold": "best threshold"}
 
 
@@ -131,7 +132,7 @@ def _of_one(report: EvaluationReport, *, per_class: bool) -> Result:
             (
                 one_line(each["class"]),
                 f"{each['count']:,}",
-                *_cells(each, shares, "{:.2f} %"),
+                *_cells(each, shares, "{:.2f} %" if each["count"] >= _MANY else "{:.0f} %"),
                 *_cells(each, thresholds, "{:.3g}"),
             )
             for each in (*classes, {"class": "mean over classes", "count": total, **scores["mean"]})

@@ -35,6 +35,7 @@ from paceline.plan.rates import Schedules
 from paceline.plugins.references import call_reference, is_ours
 from paceline.plugins.registry import load
 from paceline.recipe.model import ModelSection
+from paceline.recipe.other_trainers import METHODS
 from paceline.recipe.running import EvaluateSection
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Optimizer
@@ -509,10 +510,14 @@ def build_task(recipe: Recipe, maker: Callable[[Recipe], Task] | None = None) ->
     target = maker or load("tasks", recipe.task, RecipeError)
     name = recipe.task if maker is None else getattr(maker, "__name__", type(maker).__name__)
     if missing := sorted(getattr(target, "__abstractmethods__", ())):
-        raise RecipeError(f"task '{name}' lacks the method(s) {', '.join(missing)}, which every paceline.Task needs.")
+        theirs = "".join(f"; {each} is {ours} here" for each, ours in METHODS.items() if hasattr(target, each))
+        raise RecipeError(
+            f"task '{name}' lacks the method(s) {', '.join(missing)}, which every paceline.Task needs{theirs}."
+        )
     task = call_reference("task", name, target, RecipeError, recipe)
     if not isinstance(task, Task):
-        raise RecipeError(f"task '{name}' gave a {type(task).__name__}, not a paceline.Task.")
+        way = "; paceline.fit trains a network" * isinstance(task, nn.Module)
+        raise RecipeError(f"task '{name}' gave a {type(task).__name__}, not a paceline.Task{way}.")
     if not hasattr(task, "recipe"):
         raise RecipeError(f"task '{name}' has no recipe: its __init__ must call super().__init__(recipe).")
     return task
