@@ -24,7 +24,7 @@ from paceline.data.batch import Batch, Nested
 from paceline.data.class_sampling import SampleClasses, weights_by_class
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleIds, SampleWeights
-from paceline.errors import DataError, RecipeError
+from paceline.errors import DataError, ModelError, RecipeError
 from paceline.host.world import World
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
@@ -257,7 +257,7 @@ class Task(ABC):
         With :meth:`sample_weights` the mean is weighted; for a batch of total weight 0 it may be any finite value.
         """
 
-    def log(self, name: str, value: torch.Tensor | float) -> None:
+    def log(self, name: str, value: torch.Tensor | float, **others: Any) -> None:
         """Log a scalar of this micro-batch from within :meth:`loss`; step records and trackers get its mean.
 
         The mean is over the samples of all steps since the last record, on all ranks, weighted as in the loss. Does not
@@ -266,10 +266,17 @@ class Task(ABC):
         Args:
             name: Its name in records: a Python identifier that is not reserved.
             value: A scalar, the mean over the micro-batch's samples.
+            others: Refused: other trainers' options, such as ``prog_bar``.
 
         Raises:
+            ModelError: For an option.
             ValueError: If the name is not an identifier, or it is reserved.
         """
+        if others:
+            raise ModelError(
+                f"log({name!r}) takes a name and a value, and no {', '.join(others)}: records, trackers and report show "
+                "each number."
+            )
         if is_reserved(name):
             raise ValueError(
                 f"log({name!r}): records already use this name, or it is not an identifier; choose another."
@@ -514,10 +521,11 @@ def build_task(recipe: Recipe, maker: Callable[[Recipe], Task] | None = None) ->
         raise RecipeError(
             f"task '{name}' lacks the method(s) {', '.join(missing)}, which every paceline.Task needs{theirs}."
         )
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        raise RecipeError(f"task '{name}' is a network, not a paceline.Task; paceline.fit trains it.")
     task = call_reference("task", name, target, RecipeError, recipe)
     if not isinstance(task, Task):
-        way = "; paceline.fit trains a network" * isinstance(task, nn.Module)
-        raise RecipeError(f"task '{name}' gave a {type(task).__name__}, not a paceline.Task{way}.")
+        raise RecipeError(f"task '{name}' gave a {type(task).__name__}, not a paceline.Task.")
     if not hasattr(task, "recipe"):
         raise RecipeError(f"task '{name}' has no recipe: its __init__ must call super().__init__(recipe).")
     return task

@@ -260,6 +260,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"training_step": lambda *_: 0},
         r"Mine\.training_step is never called: here it is loss\. Move or rename it\.",
     ),
+    "another trainer's option": (
+        {"loss": lambda task, *_: task.log("a", 1.0, prog_bar=True)},
+        r"log\('a'\) takes a name and a value, and no prog_bar",
+    ),
     "an __init__": ({"__init__": lambda *_: None}, r"must call super\(\).__init__\(recipe\)"),
 }
 
@@ -289,8 +293,8 @@ def test_a_module_of_another_trainer_is_answered(runs: Path) -> None:
     module = type("Lit", (paceline.Task,), {"training_step": lambda *_: 0, "train_dataloader": lambda _: []})
     with pytest.raises(RecipeError, match=r"'Lit' lacks .*; training_step is loss here; train_dataloader is open_pipe"):
         run(module, runs / "run")
-    with pytest.raises(RecipeError, match=r"gave a Net, not a paceline\.Task; paceline\.fit trains a network\."):
-        run(lambda _: Net(), runs / "run")
+    with pytest.raises(RecipeError, match=r"'Net' is a network, not a paceline\.Task; paceline\.fit trains it\."):
+        run(Net, runs / "run")
 
 
 def test_targets_may_be_compared_with_one_another(runs: Path) -> None:
