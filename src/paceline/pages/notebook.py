@@ -35,7 +35,7 @@ class LineChart:
 
     Attributes:
         title: What the values are, with the unit.
-        lines: Points (step, value) of each line by name.
+        lines: Points (step, value) of each line by name; one without points keeps its colour free.
     """
 
     title: str
@@ -43,10 +43,10 @@ class LineChart:
 
     def html(self) -> Iterator[str]:
         """Return an SVG element; nothing without points."""
-        lines = {name: points for name, points in self.lines.items() if points}
+        lines = [each for each in zip(self.lines.items(), _STROKES, strict=False) if each[0][1]]
         if not lines:
             return
-        xs, ys = (_axis([point[at] for points in lines.values() for point in points]) for at in range(2))
+        xs, ys = (_axis([point[at] for (_, points), _ in lines for point in points]) for at in range(2))
         width, height, title = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM, html_text(self.title)
 
         def place(x: float, y: float) -> tuple[float, float]:
@@ -65,7 +65,7 @@ class LineChart:
             x, bottom = place(value, ys[0])
             yield f'<text x="{x}" y="{bottom + 17}" text-anchor="middle">{value:,.6g}</text>'
         at = _LEFT
-        for (name, points), stroke in zip(lines.items(), _STROKES, strict=False):
+        for (name, points), stroke in lines:
             shown = (place(*points[index]) for index in sample_evenly(len(points), _MOST_POINTS))
             legend = f"{name} {points[-1][1]:.4g}"
             yield f'<polyline points="{" ".join(f"{x},{y}" for x, y in shown)}" fill="none" stroke-width="2" {stroke}/>'
