@@ -274,8 +274,8 @@ class Task(ABC):
         """
         if others:
             raise ModelError(
-                f"log({name!r}) takes a name and a value, and no {', '.join(others)}: records, trackers and report show "
-                "each number."
+                f"log({name!r}) takes a name and a value, and no {', '.join(others)}: each number is in records, "
+                "trackers and report."
             )
         if is_reserved(name):
             raise ValueError(

@@ -88,7 +88,14 @@ def test_every_word_of_other_trainers_names_a_key_and_is_none() -> None:
     assert not other_trainers._KEYS.keys() & other_trainers._WAY.keys()
 
 
-NOT_ALWAYS_THERE = {"data.path", "schedule.milestones", "schedule.gamma", "data.backend", "optimizer.betas", "optimizer.eps"}
+NOT_ALWAYS_THERE = {
+    "data.path",
+    "schedule.milestones",
+    "schedule.gamma",
+    "data.backend",
+    "optimizer.betas",
+    "optimizer.eps",
+}
 
 
 def _dotted(tree: dict[str, Any], path: str = "") -> list[str]:
