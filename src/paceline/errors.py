@@ -43,14 +43,15 @@ class PacelineError(Exception):
         return "\n".join(map(str, self.args))
 
 
-P, R = ParamSpec("P"), TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def without_frames(function: Callable[P, R]) -> Callable[P, R]:
+def without_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Let a function's :class:`PacelineError` end in its caller's traceback: the message says what to change."""
 
     @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return function(*args, **kwargs)
         except PacelineError as error:
