@@ -78,7 +78,8 @@ class LineChart:
 def _axis(values: Sequence[float]) -> list[float]:
     """Return round numbers at equal distances around the values."""
     low, high = min(values), max(values)
-    step = 10.0 ** math.floor(math.log10((high - low) / _TICKS)) if high > low else abs(high) or 1.0
+    if low == high:
+        low -= abs(low) / 10 or 1
+    step = 10.0 ** math.floor(math.log10((high - low) / _TICKS))
     step *= next((factor for factor in (1, 2, 5) if high - low <= step * factor * (_TICKS + 1)), 10)
-    first = math.floor(low / step)
-    return [step * number for number in range(first, max(math.ceil(high / step), first + 1) + 1)]
+    return [step * number for number in range(math.floor(low / step), math.ceil(high / step) + 1)]

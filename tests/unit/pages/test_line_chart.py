@@ -50,6 +50,10 @@ def test_an_axis_contains_its_values_and_has_few_ticks(values: list[float]) -> N
     assert len(axis) <= 7
 
 
+def test_a_value_that_never_changes_is_a_line_in_the_chart() -> None:
+    assert _axis([95.0, 95.0]) == [84, 86, 88, 90, 92, 94, 96]
+
+
 def test_without_points_there_is_no_chart() -> None:
     assert re.fullmatch(
         r'<div class="paceline"><style>[^<]*</style></div>', notebook_html(LineChart(title="a", lines={}))
