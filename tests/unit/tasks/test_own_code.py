@@ -297,6 +297,13 @@ def test_a_module_of_another_trainer_is_answered(runs: Path) -> None:
         run(Net, runs / "run")
 
 
+def test_the_log_names_your_class_and_network(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paceline.train(task=Kelvin, overrides=SHORT, run_dir=runs / "run")
+    said = capsys.readouterr().out
+    assert f"Kelvin in {runs / 'run'}\n" in said
+    assert ", Net with 19 parameters" in said
+
+
 def test_targets_may_be_compared_with_one_another(runs: Path) -> None:
     def ranks(_: Any, model: Any, batch: Any) -> Tensor:
         answer, y = model(batch.inputs), batch.targets
