@@ -7,9 +7,11 @@ change to make. The command line prints only the message, without a traceback, a
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 
 class PacelineError(Exception):
@@ -39,6 +41,23 @@ class PacelineError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.args))
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def without_frames(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function's :class:`PacelineError` end in its caller's traceback: the message says what to change."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except PacelineError as error:
+            raise error.with_traceback(None) from error.__cause__
+
+    return call
 
 
 class RecipeError(PacelineError):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from paceline.checkpoint.weights import load_trained
-from paceline.errors import PacelineError, RecipeError, wrong_kind
+from paceline.errors import PacelineError, RecipeError, without_frames, wrong_kind
 from paceline.optim.own import groups_of, own_optimizer
 from paceline.parsing.arguments import folder, whole
 from paceline.plugins.references import trusting_code
@@ -98,6 +98,7 @@ class FitResult(TrainResult):
         return request.output
 
 
+@without_frames
 def fit(
     model: nn.Module | Callable[[], nn.Module],
     train_set: Any,

@@ -28,7 +28,7 @@ import click
 
 from paceline.cli.derive import WORDS, click_command, computed, declared, parts_of, ranks_to_start, write_output
 from paceline.cli.predict import write_answers
-from paceline.errors import PacelineError, RecipeError, TrainingError, did_you_mean
+from paceline.errors import PacelineError, RecipeError, TrainingError, did_you_mean, without_frames
 from paceline.host.processes import without_rank_variables
 from paceline.pages.page import Page
 from paceline.pages.shown import page_of
@@ -129,7 +129,7 @@ def function_of(kind: type[Any]) -> Callable[..., Any]:
     function.__doc__ = _docstring(kind, options, returned)
     function.__annotations__ = {each.name: each.annotation for each in parameters} | {"return": returns}
     vars(function)["__signature__"] = signature
-    return function
+    return without_frames(function)
 
 
 def _is_taken(parameter: click.Parameter) -> bool:

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from paceline.checkpoint.store import step_of
 from paceline.distributed.environment import read_launch
-from paceline.errors import RecipeError, StoppedError, TrainingError
+from paceline.errors import RecipeError, StoppedError, TrainingError, without_frames
 from paceline.host.processes import ProcessGroup, received_signals, without_rank_variables
 from paceline.host.world import STOP_SIGNALS
 from paceline.plugins.references import trusting_code
@@ -36,6 +36,7 @@ from paceline.trainer.subject import Options, TaskMaker
 from paceline.trainer.train import train_recipe
 
 
+@without_frames
 def train(
     recipe: str | Path | None = None,
     *,
@@ -97,6 +98,8 @@ def train(
             log = (lambda line: None) if quiet else print
             recipe, overrides = recipe_for_data(str(recipe), overrides, options.run_dir, log)
         loaded = load_recipe(recipe, overrides)
+    if recipe is None and isinstance(task, type):
+        loaded = replace(loaded, name=task.__name__)
     if run is not None and loaded.origins.get("train.until") != "override" and beyond_until(run):
         loaded = replace(loaded, recipe=replace(loaded.recipe, train=replace(loaded.recipe.train, until=None)))
     if processes > 1:

@@ -268,7 +268,7 @@ def test_train_says_what_it_did(paceline: Call, tiny: tuple[str, ...], finished:
     assert run_dir.name.startswith("digits-")
     assert "Completed after 6 steps" in done.out
     metrics = summary_of(run_dir)["metrics"]
-    assert re.search(rf"validation loss +{metrics['loss']:.4g} \({metrics['weights']} weights\)\n", done.out)
+    assert re.search(rf"held-out loss +{metrics['loss']:.4g} \({metrics['weights']} weights\)\n", done.out)
     assert f"paceline evaluate {run_dir.relative_to(tmp_path)}" in done.out
     assert "\x1b" not in done.out
     assert summary_of(run_dir)["weights_sha256"] == summary_of(finished)["weights_sha256"]
@@ -339,7 +339,7 @@ def test_evaluate_by_class(paceline_here: Call, finished: Path) -> None:
     first = [line.split()[0] for line in reported.out.splitlines() if line.strip()]
     rows = [each for each in first if each in {known["class"] for known in classes}]
     assert rows == [each["class"] for each in classes]
-    assert f"{classes[0]['f1']:.2f} %" in reported.out
+    assert f" {classes[0]['f1']:.0f} %" in reported.out  # of few samples
 
 
 def test_evaluate_the_best(paceline_here: Call, finished: Path) -> None:

@@ -72,7 +72,7 @@ def test_example_reaches_its_number(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.needs("nbclient", "nbformat", "ipykernel")
+@pytest.mark.needs("nbclient", "nbformat", "ipykernel", "pandas")
 def test_the_notebook_runs_and_is_kept_without_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import nbformat
     from nbclient import NotebookClient
@@ -84,6 +84,10 @@ def test_the_notebook_runs_and_is_kept_without_outputs(tmp_path: Path, monkeypat
     assert not any(cell.get("outputs") for cell in notebook.cells)
     resources = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    # A warning is a red box.
+    assert not [
+        output for cell in notebook.cells for output in cell.get("outputs", ()) if output.get("name") == "stderr"
+    ]
     said = [str(output.get("text") or output.data) for cell in notebook.cells for output in cell.get("outputs", ())]
-    for expected in ("<svg", "<figure", "stopped", "2 processes", "photos/flower/000.png  flower"):
+    for expected in ("<svg", "<figure", "stopped", "2 processes", "photos/flower/flower-001.jpg  flower"):
         assert any(expected in each for each in said), expected

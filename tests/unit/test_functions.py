@@ -199,6 +199,10 @@ def test_a_result_shows_its_mistakes(result: paceline.TrainResult, tmp_path: Pat
     assert sum(map(sum, matrix.counts)) - right >= len(kept)
     assert matrix.to_json()["counts"] == matrix.counts
     assert "<table>" in matrix._repr_html_()
+    page = kept._repr_html_()
+    assert page.count("<img ") == len(kept)
+    assert f"<figcaption>{kept[0]['label']} → {kept[0]['predicted']} {kept[0]['probability']:.0%}<" in page
+    assert f"<caption>{len(every)} mistakes" in every._repr_html_()
 
 
 def test_a_result_shows_its_curves(result: paceline.TrainResult, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ _SHARES = {
     "mask_average_precision": "AP of masks",
     "iou": "IoU",
 }
+_MANY = 100  # samples of a class from which on decimals of a percentage mean something
 _THRESHOLDS = {"threshold": "threshold", "best_threshold": "best threshold"}
 
 
@@ -139,7 +140,7 @@ def _of_one(report: EvaluationReport, *, per_class: bool) -> Result:
             (
                 one_line(each["class"]),
                 f"{each['count']:,}",
-                *_cells(each, shares, "{:.2f} %"),
+                *_cells(each, shares, "{:.2f} %" if each["count"] >= _MANY else "{:.0f} %"),
                 *_cells(each, thresholds, "{:.3g}"),
             )
             for each in (*classes, {"class": "mean over classes", "count": total, **scores["mean"]})

@@ -206,8 +206,11 @@ def _recipe_key_hint(error: click.ClickException, arguments: list[str]) -> str |
     if not any(parameter.name == "overrides" for parameter in error.ctx.command.params):
         return None
     from paceline.recipe.layers import format_override, keys_for
+    from paceline.recipe.other_trainers import our_way
     from paceline.recipe.schema import Recipe
 
+    if way := our_way(error.option_name):
+        return f"No such option '{error.option_name}': {way}."
     value = _value_typed(error.option_name, arguments)
     examples = [f"{key}={value}" if value else format_override(Recipe(), key) for key in keys_for(error.option_name)]
     if not examples:

@@ -256,7 +256,7 @@ def _figures(result: TrainResult, plan: Mapping[str, Any], named: Iterable[str])
             figure = format_metric(name, metrics[name])
             figures[metric_title(name)] = f"{figure} ({metrics['weights']} weights, held-out samples)"
     if "loss" in metrics:
-        figures["validation loss"] = f"{format_metric('loss', metrics['loss'])} ({metrics['weights']} weights)"
+        figures["held-out loss"] = f"{format_metric('loss', metrics['loss'])} ({metrics['weights']} weights)"
     if rate := summary.throughput_samples_per_second:
         figures["throughput"] = f"{format_count(rate)} {plan.get('sample_name', 'samples')}/s"
     if rate := summary.throughput_tokens_per_second:

@@ -108,7 +108,7 @@ def figures_table(chart: Chart) -> Table:
     grids = [trace for trace in chart.traces if "z" in trace]
     columns, rows = _grid(grids[0]) if grids else _series(chart)
     count = len(rows)
-    shown = [rows[at] for at in _sample_evenly(count, _MOST_ROWS)]
+    shown = [rows[at] for at in sample_evenly(count, _MOST_ROWS)]
     selection = f" ({len(shown)} of {count:,} rows, spread evenly)" if len(shown) < count else ""
     return Table(columns=columns, rows=shown, caption=f"Figures of this chart{selection}", folded=True)
 
@@ -117,7 +117,7 @@ def _grid(trace: Mapping[str, Any]) -> tuple[list[str], list[list[object]]]:
     """Return a row for each y of a heatmap or surface and a column for each x."""
     z = trace["z"]
     x, y = list(trace.get("x", range(len(z[0])))), trace.get("y", range(len(z)))
-    sampled_columns = _sample_evenly(len(x), _MOST_COLUMNS)
+    sampled_columns = sample_evenly(len(x), _MOST_COLUMNS)
     rows = [[_label(at), *(row[column] for column in sampled_columns)] for at, row in zip(y, z, strict=True)]
     return ["", *(_label(x[column]) for column in sampled_columns)], rows
 
@@ -156,7 +156,7 @@ def _label(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _sample_evenly(count: int, most: int) -> list[int]:
+def sample_evenly(count: int, most: int) -> list[int]:
     """Return at most a given number of evenly spread indices, including the first and the last."""
     if count <= most:
         return list(range(count))

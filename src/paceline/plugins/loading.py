@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -64,6 +65,10 @@ def loading() -> Iterator[None]:
 
     A process forked inside, such as a loader process, collects garbage as usual.
     """
+    if "IPython" in sys.modules and "tqdm.auto" not in sys.modules:
+        # Without ipywidgets it warns of bars that nobody asked for, once, when a library imports it.
+        with warnings.catch_warnings(action="ignore"), contextlib.suppress(ImportError):
+            importlib.import_module("tqdm.auto")
     if not gc.isenabled():
         yield
         return

@@ -20,6 +20,7 @@ from paceline.plugins.dataset_registry import DatasetNames
 from paceline.plugins.references import is_reference
 from paceline.plugins.registry import built_in, installed, known_names
 from paceline.recipe.fields import Applies, Belongs, Names, plain
+from paceline.recipe.other_trainers import our_key, our_way
 from paceline.recipe.schema import Recipe
 
 Tree = dict[str, Any]
@@ -81,7 +82,9 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
             # ``batch.size`` may mean `batch.global_size` or `batch.micro_size`.
             similar = [f"{path}{each}" for each in fields if each.endswith(f"_{key}")]
             candidates = (similar if path and not our_key(str(key)) else []) or keys_for(str(key))
-            if 0 < len(candidates) <= _MOST_CANDIDATES:
+            if way := our_way(str(key)):
+                message = f"{where}: unknown key '{dotted}': {way}."
+            elif 0 < len(candidates) <= _MOST_CANDIDATES:
                 options = " or ".join(f"'{candidate}'" for candidate in candidates)
                 message = f"{where}: unknown key '{dotted}'. Did you mean {options}?"
             else:
@@ -323,58 +326,7 @@ RENAMED = {
 }
 """Old dotted key or section: the new one, within the same section; the old one works until version 1.0."""
 
-# Only for messages: these are not accepted in a recipe. The names are those of timm, torchvision's references and
-# Lightning; words that end a Paceline key need no entry.
-_FOREIGN = {
-    "train.duration": ("epochs", "max_epochs", "num_epochs", "max_steps"),
-    "batch.global_size": ("batch_size", "bs", "b", "train_batch_size"),
-    "batch.micro_size": (
-        "accum",
-        "grad_accum_steps",
-        "accumulate_grad_batches",
-        "gradient_accumulation_steps",
-        "micro_batch_size",
-    ),
-    "data.path": ("data_dir", "data_path", "root"),
-    "data.image_size": ("img_size", "input_size", "resolution"),
-    "data.workers": ("num_workers", "j"),
-    "data.backend": ("loader",),
-    "data.augment.flip": ("hflip",),
-    "model.name": ("arch", "architecture", "net"),
-    "model.options": ("model_kwargs",),
-    "model.initialize_from": ("initial_checkpoint", "weights", "checkpoint_path", "finetune"),
-    "model.compile": ("torchcompile",),
-    "optimizer.name": ("opt", "optim"),
-    "optimizer.lr": ("learning_rate",),
-    "optimizer.weight_decay": ("wd",),
-    "optimizer.clip_norm": ("clip_grad", "clip_grad_norm", "gradient_clip_val", "max_grad_norm"),
-    "schedule.name": ("sched", "scheduler", "lr_scheduler"),
-    "schedule.warmup": ("warmup_epochs", "warmup_steps"),
-    "schedule.end_lr": ("min_lr", "eta_min"),
-    "schedule.milestones": ("decay_milestones", "lr_step_size"),
-    "schedule.gamma": ("decay_rate", "lr_gamma"),
-    "train.precision": ("amp", "amp_dtype", "dtype", "fp16", "bf16"),
-    "train.label_smoothing": ("smoothing",),
-    "train.class_weights": ("class_weight",),
-    "train.ema": ("model_ema", "model_ema_decay", "ema_decay"),
-    "evaluate.augment": ("tta", "test_time_augmentation"),
-    "data.evaluation_size": ("val_resize_size", "val_crop_size", "test_input_size"),
-    "data.evaluation_crop": ("crop_pct",),
-    "evaluate.every": ("val_interval", "check_val_every_n_epoch"),
-    "evaluate.patience": ("early_stop", "early_stopping", "early_stopping_patience"),
-    "evaluate.metric": ("eval_metric", "monitor"),
-    "evaluate.batch_size": ("validation_batch_size", "val_batch_size"),
-    "checkpoint.keep": ("checkpoint_hist", "save_top_k"),
-    "telemetry.log_every": ("log_interval", "log_every_n_steps", "print_freq"),
-    "telemetry.trackers": ("log_wandb", "logger"),
-}
 _MOST_CANDIDATES = 3
-_KEYS = {word: key for key, words in _FOREIGN.items() for word in words}
-
-
-def our_key(word: str) -> str | None:
-    """Return Paceline's dotted key for another trainer's option (``epochs``, ``batch-size``), or None."""
-    return _KEYS.get(word.strip("-").replace("-", "_").lower())
 
 
 def with_new_names(tree: Mapping[str, Any], notices: list[str] | None = None, path: str = "") -> dict[str, Any]:

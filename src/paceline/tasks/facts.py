@@ -16,7 +16,7 @@ from paceline.parsing.units import format_count
 from paceline.plan import DataFacts, Plan, TaskFacts
 from paceline.recipe.schema import Recipe
 from paceline.records.events import EvaluationEvent
-from paceline.tasks.own_code import check_metrics, refused, unused_by_own_loss
+from paceline.tasks.own_code import check_methods, check_metrics, refused, unused_by_own_loss
 from paceline.tasks.task import Task, check_supported, task_name
 
 
@@ -37,6 +37,7 @@ def read_facts(task: Task, recipe: Recipe, world: World) -> tuple[DataFacts, Tas
     data = replace(data, description={"task": task_name(task), **data.description})
     classes, data = _class_facts(task, data)
     check_metrics(task)
+    check_methods(task)
     _check_metric_names(task)
     best_metric(task)
     lengths = task.sample_lengths()

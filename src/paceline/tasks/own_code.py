@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.errors import ModelError, PacelineError, RecipeError, did_you_mean
 from paceline.metrics.accumulator import Metric
 from paceline.plugins.references import is_ours
+from paceline.recipe.other_trainers import METHODS
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Task
 
@@ -133,6 +134,22 @@ class RefusedBroadcast(TorchFunctionMode):
                     f"each sample with all {len(one)}; give both one shape, for example with answer.flatten()."
                 )
         return func(*args, **(kwargs or {}))
+
+
+def check_methods(task: Task) -> None:
+    """Refuse methods that other trainers call, and nothing here does.
+
+    Raises:
+        ModelError: For the first one that your class has, unless another function of it uses the name.
+    """
+    own = [vars(each) for each in type(task).__mro__ if vars(each).get("is_own")]
+    functions = [each for members in own for each in members.values() if isinstance(each, FunctionType)]
+    used = {name for each in functions for name in _names(each.__code__)}
+    for name in METHODS:
+        if name not in used and any(name in members for members in own):
+            raise ModelError(
+                f"{type(task).__name__}.{name} is never called: here it is {METHODS[name]}. Move or rename it."
+            )
 
 
 _SPREADING = ("sub", "subtract", "mul", "multiply", "div", "divide", "loss")

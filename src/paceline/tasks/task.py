@@ -24,7 +24,7 @@ from paceline.data.batch import Batch, Nested
 from paceline.data.class_sampling import SampleClasses, weights_by_class
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleIds, SampleWeights
-from paceline.errors import DataError, RecipeError
+from paceline.errors import DataError, ModelError, RecipeError
 from paceline.host.world import World
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
@@ -35,6 +35,7 @@ from paceline.plan.rates import Schedules
 from paceline.plugins.references import call_reference, is_ours
 from paceline.plugins.registry import load
 from paceline.recipe.model import ModelSection
+from paceline.recipe.other_trainers import METHODS
 from paceline.recipe.running import EvaluateSection
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Optimizer
@@ -256,7 +257,7 @@ class Task(ABC):
         With :meth:`sample_weights` the mean is weighted; for a batch of total weight 0 it may be any finite value.
         """
 
-    def log(self, name: str, value: torch.Tensor | float) -> None:
+    def log(self, name: str, value: torch.Tensor | float, **others: Any) -> None:
         """Log a scalar of this micro-batch from within :meth:`loss`; step records and trackers get its mean.
 
         The mean is over the samples of all steps since the last record, on all ranks, weighted as in the loss. Does not
@@ -265,10 +266,17 @@ class Task(ABC):
         Args:
             name: Its name in records: a Python identifier that is not reserved.
             value: A scalar, the mean over the micro-batch's samples.
+            others: Refused: other trainers' options, such as ``prog_bar``.
 
         Raises:
+            ModelError: For an option.
             ValueError: If the name is not an identifier, or it is reserved.
         """
+        if others:
+            raise ModelError(
+                f"log({name!r}) takes a name and a value, and no {', '.join(others)}: each number is in records, "
+                "trackers and report."
+            )
         if is_reserved(name):
             raise ValueError(
                 f"log({name!r}): records already use this name, or it is not an identifier; choose another."
@@ -523,7 +531,12 @@ def build_task(recipe: Recipe, maker: Callable[[Recipe], Task] | None = None) ->
     target = maker or load("tasks", recipe.task, RecipeError)
     name = recipe.task if maker is None else getattr(maker, "__name__", type(maker).__name__)
     if missing := sorted(getattr(target, "__abstractmethods__", ())):
-        raise RecipeError(f"task '{name}' lacks the method(s) {', '.join(missing)}, which every paceline.Task needs.")
+        theirs = "".join(f"; {each} is {ours} here" for each, ours in METHODS.items() if hasattr(target, each))
+        raise RecipeError(
+            f"task '{name}' lacks the method(s) {', '.join(missing)}, which every paceline.Task needs{theirs}."
+        )
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        raise RecipeError(f"task '{name}' is a network, not a paceline.Task; paceline.fit trains it.")
     task = call_reference("task", name, target, RecipeError, recipe)
     if not isinstance(task, Task):
         raise RecipeError(f"task '{name}' gave a {type(task).__name__}, not a paceline.Task.")

@@ -270,7 +270,7 @@ def divergence(run: SavedRun) -> str:
         return f"{message}; {_remedy(run)}."
     held_out = {name: each.get("loss", first) for name, each in run.progress.last.items()}
     ended = next((f"{loss:.4g} ({name} weights)" for name, loss in held_out.items() if loss > limit), "")
-    return f"{message}, but the validation loss is {ended}; {_remedy(run)}." if ended else ""
+    return f"{message}, but the held-out loss is {ended}; {_remedy(run)}." if ended else ""
 
 
 def _remedy(run: SavedRun | RecordedRun) -> str:
@@ -287,7 +287,7 @@ def _failure(incident: str, cause: str, run: SavedRun | RecordedRun) -> Training
 def _wrong_metrics(task: Task | None, results: Results) -> str:
     """Name what is not finite."""
     return " and ".join(
-        f"the validation {name.replace('_', ' ')} ({weights} weights) is {values[name]}"
+        f"the held-out {name.replace('_', ' ')} ({weights} weights) is {values[name]}"
         for weights, values in results.items()
         for name in not_finite(task, values)
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import json
+import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,8 @@ from paceline.distributed.device import choose_device
 from paceline.errors import DataError, RecipeError
 from paceline.host.world import World
 from paceline.metrics.confusion import matrix_of
-from paceline.pages.page import Chart, Page, Section, Table
+from paceline.pages.notebook import LineChart, notebook_html
+from paceline.pages.page import Chart, Gallery, Page, Picture, Section, Table, Text
 from paceline.parsing.arguments import folder
 from paceline.parsing.files import SkippedItems
 from paceline.parsing.units import format_count, format_metric, metric_title, metric_unit
@@ -32,7 +33,7 @@ from paceline.tasks.trained import TaskMaker, trained_recipe, trained_task
 from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
 from paceline.trainer.process_settings import restore_random_states
 
-_MAX_ROWS = 20
+_MAX_ROWS, _MAX_METRICS = 10, 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,37 @@ class ConfusionMatrix:
     def _repr_html_(self) -> str:
         rows = [(name, *row) for name, row in zip(self.classes, self.counts, strict=True)]
         return "".join(Table(columns=("actual \\ predicted", *self.classes), rows=rows).html())
+
+
+class Mistakes(list[dict[str, Any]]):
+    """Rows of wrong predictions, which a notebook shows as pictures, or as a table of those without any."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]], pictures: Mapping[int, str]) -> None:
+        """Take the rows, and pictures as data URLs by sample."""
+        super().__init__(rows)
+        self._pictures = pictures
+
+    def _repr_html_(self) -> str:
+        shown = [each for each in self if each["sample"] in self._pictures]
+        if not shown:
+            rows = [(each["name"], each["label"], each["predicted"], _percent(each)) for each in self[:_MAX_ROWS]]
+            caption = f"{len(self)} mistakes" + f", the first {_MAX_ROWS}" * (len(self) > _MAX_ROWS)
+            return notebook_html(
+                Table(columns=("name", "label", "predicted", "confidence"), rows=rows, caption=caption)
+            )
+        pictures = [
+            Picture(
+                data=self._pictures[each["sample"]],
+                caption=f"{each['label']} → {each['predicted'] or 'no answer'} {_percent(each)}",
+                alternative=each["name"],
+            )
+            for each in shown
+        ]
+        return notebook_html(Gallery(pictures=pictures, caption="Mistakes: label → predicted, confidence"))
+
+
+def _percent(row: Mapping[str, Any]) -> str:
+    return "" if row["probability"] is None else f"{row['probability']:.0%}"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -110,6 +142,8 @@ class TrainResult:
     def mistakes(self, *, every: bool = False) -> list[dict[str, Any]]:
         """Return held-out samples with a wrong class, the most confident first, for ``pandas.DataFrame``.
 
+        A notebook shows their pictures.
+
         Args:
             every: Score the weights of :attr:`model` again and return all; by default, those that the last evaluation
                 kept (``evaluate.keep_examples``).
@@ -117,6 +151,7 @@ class TrainResult:
         Raises:
             DataError: If the run has no held-out samples, or they do not have one class each.
         """
+        pictures: Mapping[int, str] = {}
         if every:
             with tempfile.TemporaryDirectory(prefix="paceline-") as made:
                 file = Path(made) / "answers.jsonl"
@@ -131,6 +166,7 @@ class TrainResult:
             ]
         else:
             kept = self._kept("examples")
+            pictures = {each["sample"]: each["image"] for each in kept["examples"] if "image" in each}
             classes = [*kept["classes"], None]  # -1, without an answer, is the last
             rows = [
                 (each["sample"], each["name"], classes[each["label"]], classes[each["predicted"]], each["probability"])
@@ -138,7 +174,7 @@ class TrainResult:
             ]
         names = ("sample", "name", "label", "predicted", "probability")
         found = [dict(zip(names, row, strict=True)) for row in rows if row[2] != row[3]]
-        return sorted(found, key=lambda each: -(each["probability"] or 0))
+        return Mistakes(sorted(found, key=lambda each: -(each["probability"] or 0)), pictures)
 
     def confusion(self) -> ConfusionMatrix:
         """Return the confusion matrix of the last evaluation.
@@ -271,29 +307,40 @@ class TrainResult:
         return f"{type(self).__name__}({facts})"
 
     def _repr_html_(self) -> str:
-        """Show the loss curve and the evaluations in a notebook."""
-        losses = [each["loss"] for each in self.history("step") if each["loss"] is not None]
-        top, width = max([*losses, 1e-9]), 320
-        points = " ".join(
-            f"{width * i / max(len(losses) - 1, 1):.0f},{60 - 60 * loss / top:.1f}" for i, loss in enumerate(losses)
-        )
+        """Show curves of the loss and the main metric and the last evaluations in a notebook."""
         evaluations = self.history()
-        names = [name for name in (evaluations[-1] if evaluations else {}) if name not in NO_METRICS]
-        head = "".join(f"<th>{metric_title(name)}</th>" for name in names)
-        rows = "".join(
-            f"<tr><td>{each['epoch']}</td><td>{each['weights']}</td>"
-            + "".join(f"<td>{'' if each.get(name) is None else format_metric(name, each[name])}</td>" for name in names)
-            + "</tr>"
-            for each in evaluations[-_MAX_ROWS:]
+        scored = [each for each in evaluations if each["weights"] == evaluations[-1]["weights"]]
+        main = str(read_plan(RunDirectory(self.run_dir)).get("headline", "loss"))
+        charts = [
+            LineChart(
+                title=", ".join(filter(None, (metric_title(name), metric_unit(name)))),
+                lines={"training": _points(name, records), "held-out": _points(name, scored)},
+            )
+            for name, records in {main: [], "loss": self.history("step")}.items()
+        ]
+        names = [name for name in (scored[-1] if scored else {}) if name not in NO_METRICS][:_MAX_METRICS]
+        whose = " with the moving average of the weights" * (bool(scored) and scored[-1]["weights"] == "ema")
+        more = f", the last {_MAX_ROWS} of {len(scored)}" * (len(scored) > _MAX_ROWS)
+        table = Table(
+            columns=("epoch", "step", *map(metric_title, names)),
+            rows=[
+                (str(each["epoch"]), str(each["step"]), *(_figure(name, each.get(name)) for name in names))
+                for each in scored[-_MAX_ROWS:]
+            ],
+            caption=f"Evaluations of held-out samples{whose}{more}",
         )
-        judged = f"<p>{html.escape(self.learning)}</p>" if self.learning else ""
-        return (
-            f"{judged}<p>{self.status.capitalize()} after {format_count(self.summary.step)} steps in "
-            f"<code>{html.escape(str(self.run_dir))}</code></p>"
-            f'<svg width="{width}" height="60" role="img" aria-label="training loss"><polyline points="{points}" '
-            'fill="none" stroke="currentColor"/></svg>'
-            f"<table><tr><th>epoch</th><th>weights</th>{head}</tr>{rows}</table>"
-        )
+        ended = f"{self.status.capitalize()} after {format_count(self.summary.step)} steps in `{self.run_dir}`."
+        return notebook_html(Text(*filter(None, (self.learning, ended))), *charts, *[table] * bool(scored))
+
+
+def _points(name: str, records: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """Return the finite values of a metric, each with its step."""
+    found = [(each["step"], each.get(name)) for each in records]
+    return [(step, value) for step, value in found if value is not None and math.isfinite(value)]
+
+
+def _figure(name: str, value: float | None) -> str | None:
+    return None if value is None else format_metric(name, value)
 
 
 def _curves(name: str, lines: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> Chart:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -23,6 +24,7 @@ from paceline.parsing.units import counted, format_count
 from paceline.plan import Plan
 from paceline.plan.batching import usable_processes
 from paceline.plan.run_logs import run_logs
+from paceline.plugins.references import is_ours
 from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.schema import Recipe
 from paceline.records.events import FinishEvent, StartEvent, Status, StopEvent
@@ -299,7 +301,7 @@ def _log_start(run: Run, subject: Subject) -> None:
     for notice in (*loaded.notices, *subject.notices, *subject.decision.notices):
         run.display.message(notice)
     device = f"{plan.device_name}, {counted(plan.world_size, 'process')}, {plan.precision}"
-    device += f", {format_count(plan.parameters or 0)} parameters"
+    device += f", {_network_name(run)} with {format_count(plan.parameters or 0)} parameters"
     data = f"{format_count(plan.train_samples)} training and {format_count(plan.evaluation_samples)} held-out samples, "
     data += f"{format_count(plan.total_steps)} steps of {' then '.join(map(format_count, plan.step_sizes))} "
     data += f"({plan.total_epochs:.4g} epochs)"
@@ -315,6 +317,13 @@ def _log_start(run: Run, subject: Subject) -> None:
         title=f"{loaded.name} in {run.directory.root}",
         lines=(device, data),
     )
+
+
+def _network_name(run: Run) -> str:
+    """Return the network's name in the recipe, or its class where your code builds it."""
+    if "model.name" in run.plan.unused or not is_ours(type(run.task).build_model.__module__):
+        return type(run.network).__name__
+    return re.split("[:/]", run.recipe.model.name.rstrip("/"))[-1]
 
 
 def _load_data(run: Run) -> None:

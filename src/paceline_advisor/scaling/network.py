@@ -146,7 +146,7 @@ def _opened(recipe: Recipe) -> tuple[Subject, str]:
             raise
     recipe, assumed = with_placeholder_data(with_values(recipe, {"data.path": None}))
     opened = Subject.open(recipe, World(), "task")
-    where = "data.path is not given" if path is None else f"data.path={path} is not here"
+    where = "data.path is not set" if path is None else f"data.path={path} is not here"
     kind = (assumed or "").partition(": ")[2]
     return opened, f"{where}: {kind}; {opened.data.train_samples:,} samples are an epoch"
 

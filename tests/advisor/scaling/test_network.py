@@ -65,7 +65,7 @@ def test_flops_of_a_step() -> None:
     assert len(found.network.gradients) == 161
     assert found.decodes
     assumed = "as for ImageNet, 1,000 classes and images of 224 pixels are assumed"
-    assert found.notices == (f"data.path is not given: {assumed}; 1,281,167 samples are an epoch",)
+    assert found.notices == (f"data.path is not set: {assumed}; 1,281,167 samples are an epoch",)
     assert found.samples == 1_281_167
 
 

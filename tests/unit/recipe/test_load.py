@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.data.image.datasets import open_dataset
 from paceline.errors import DataError, RecipeError
-from paceline.recipe import layers, load
+from paceline.recipe import layers, load, other_trainers
 from paceline.recipe.load import Overrides, differences, load_recipe, recipe_digest, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 
@@ -75,14 +75,27 @@ def test_what_other_trainers_call_a_key_is_understood(word: str, key: str) -> No
     assert layers.keys_for(word.rpartition(".")[2]) == [key]
 
 
+@pytest.mark.parametrize("override", ["devices=2", "train.callbacks=a", "max_epochs=3", "train.EarlyStopping=3"])
+def test_what_is_no_key_here_is_answered_with_what_to_use(override: str) -> None:
+    assert refusal(override).rule == "a known key"
+
+
 def test_every_word_of_other_trainers_names_a_key_and_is_none() -> None:
-    for word, key in layers._KEYS.items():
+    for word, key in other_trainers._KEYS.items():
         assert key in set(_dotted(to_tree(Recipe()))) | NOT_ALWAYS_THERE, key
-        assert layers.our_key(f"--{word.replace('_', '-')}") == key
-    assert layers.our_key("nothing") is None
+        assert other_trainers.our_key(f"--{word.replace('_', '-')}") == key
+    assert other_trainers.our_key("nothing") is None
+    assert not other_trainers._KEYS.keys() & other_trainers._WAY.keys()
 
 
-NOT_ALWAYS_THERE = {"data.path", "schedule.milestones", "schedule.gamma", "data.backend"}
+NOT_ALWAYS_THERE = {
+    "data.path",
+    "schedule.milestones",
+    "schedule.gamma",
+    "data.backend",
+    "optimizer.betas",
+    "optimizer.eps",
+}
 
 
 def _dotted(tree: dict[str, Any], path: str = "") -> list[str]:

@@ -256,6 +256,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         r"Mine\.score: sub of an answer and the targets, of shapes \[16\] and \[16, 1\]",
     ),
     "no network": ({"build_model": lambda _: None}, r"build_model returned .* NoneType, .* a torch\.nn\.Module"),
+    "another trainer's method": (
+        {"training_step": lambda *_: 0},
+        r"Mine\.training_step is never called: here it is loss\. Move or rename it\.",
+    ),
+    "another trainer's option": (
+        {"loss": lambda task, *_: task.log("a", 1.0, prog_bar=True)},
+        r"log\('a'\) takes a name and a value, and no prog_bar",
+    ),
     "an __init__": ({"__init__": lambda *_: None}, r"must call super\(\).__init__\(recipe\)"),
 }
 
@@ -270,6 +278,30 @@ def test_a_mistake_is_one_sentence_before_the_first_step(name: str, runs: Path) 
     assert isinstance(caught.value, ModelError | RecipeError)
     assert not [each for each in (runs / "run").glob("checkpoints/*") if each.is_dir()]
     assert "\n" not in str(caught.value)
+
+
+def test_a_method_that_your_code_calls_may_have_any_name(runs: Path) -> None:
+    def loss(task: Any, model: Any, batch: Any) -> Tensor:
+        losses: list[Tensor] = [task.forward(model, each) for each in [batch]]
+        return losses[0]
+
+    own = {"forward": lambda _, model, batch: F.mse_loss(model(batch.inputs), batch.targets), "loss": loss}
+    assert run(type("Mine", (Kelvin,), own), runs / "run").status == "completed"
+
+
+def test_a_module_of_another_trainer_is_answered(runs: Path) -> None:
+    module = type("Lit", (paceline.Task,), {"training_step": lambda *_: 0, "train_dataloader": lambda _: []})
+    with pytest.raises(RecipeError, match=r"'Lit' lacks .*; training_step is loss here; train_dataloader is open_pipe"):
+        run(module, runs / "run")
+    with pytest.raises(RecipeError, match=r"'Net' is a network, not a paceline\.Task; paceline\.fit trains it\."):
+        run(Net, runs / "run")
+
+
+def test_the_log_names_your_class_and_network(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paceline.train(task=Kelvin, overrides=SHORT, run_dir=runs / "run")
+    said = capsys.readouterr().out
+    assert f"Kelvin in {runs / 'run'}\n" in said
+    assert ", Net with 19 parameters" in said
 
 
 def test_targets_may_be_compared_with_one_another(runs: Path) -> None:

@@ -52,7 +52,7 @@ def test_an_evaluation_without_a_finite_figure_says_so() -> None:
     start(display)
     display.record(EVALUATION | {"loss": None, "top1_accuracy": None, "top5_accuracy": None})
     display.close()
-    assert "epoch 1/3  validation: no finite figure" in stream.getvalue()
+    assert "epoch 1/3  held-out: no finite figure" in stream.getvalue()
 
 
 def test_plain_lines_per_interval_and_per_evaluation(simulated_time: Any) -> None:
@@ -74,7 +74,7 @@ def test_plain_lines_per_interval_and_per_evaluation(simulated_time: Any) -> Non
         r"epoch 1/3  step 21/100  training loss 0\.5123  lr 0\.05  12,346 images/s  data wait 3%  \d.* left", progress
     )
     assert re.fullmatch(
-        r"epoch 1/3  loss 0\.5123 \(validation 0\.3\)  top-1 97\.22 %  12,346 images/s  \d.* left", evaluation
+        r"epoch 1/3  loss 0\.5123 \(held-out 0\.3\)  top-1 97\.22 %  12,346 images/s  \d.* left", evaluation
     )
 
 
@@ -87,7 +87,7 @@ def test_both_sets_of_weights_stand_in_one_line() -> None:
     for _ in range(2):
         display.record(model)
         display.record(EVALUATION | {"step": 50, "position": 50})
-    line = "epoch 2/3  step 50  validation loss 0.3  top-5 91.00 % (ema 100.00 %)"
+    line = "epoch 2/3  step 50  held-out loss 0.3  top-5 91.00 % (ema 100.00 %)"
     assert stream.getvalue().splitlines()[1:] == [line] * 2
 
 

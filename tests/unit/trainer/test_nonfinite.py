@@ -257,7 +257,7 @@ def test_a_run_fails_whose_last_evaluation_is_not_finite(
     overrides = {"evaluate.every": "1 steps", "train.ema": "off", "evaluate.batch_size": 64}
     task = tiny_task(on_score=on_score)
     for _ in range(2):
-        with pytest.raises(TrainingError, match=rf"validation loss \(model weights\) is {value} since .* step 8"):
+        with pytest.raises(TrainingError, match=rf"held-out loss \(model weights\) is {value} since .* step 8"):
             train_tiny("run", overrides, task=task)
     assert calls == [8]
     summary = json.loads((runs / "run" / "summary.json").read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,9 +81,15 @@ def test_the_history_is_the_records(train_tiny: Make) -> None:
     assert scored[-1]["top1_accuracy"] == result.metrics["last"]["ema"]["top1_accuracy"]
     assert [each["step"] for each in steps] == [2, 4, 6, 8]
     page = result._repr_html_()
-    assert page.count("<tr>") == 1 + len(scored)
-    assert "top-1 accuracy" in page
-    assert page.count(",") >= len(steps)  # a point for each record
+    assert page.count("<tr>") == 1 + len(scored) / 2  # each epoch once
+    assert [line.count(",") for line in re.findall('points="([^"]*)"', page)] == [2, 4, 2]  # top-1; loss of both
+    assert ">top-1 accuracy, %<" in page
+
+
+def test_a_wrong_key_has_a_short_traceback() -> None:
+    with pytest.raises(RecipeError, match=r"unknown key 'lr'") as caught:
+        paceline.train("digits", overrides={"lr": 0.1})
+    assert len(caught.traceback) == 2  # the call above, and what it calls
 
 
 def test_a_task_needs_no_recipe(tmp_path: Path, tiny_task: Make) -> None:
