@@ -414,7 +414,7 @@ def bench() -> click.Group:
 # ------------------------------------------------------------------------------------------------ is it right?
 
 
-@command("prove", runs="paceline_advisor.prove.study:prove", group="Verify", place=2)
+@command("prove", runs="paceline_advisor.prove.study:prove", group="Verify", place=3)
 @frozen
 class Prove(RecipeCommand):
     """Prove that a recipe computes what it says, also with your own code.
@@ -435,7 +435,7 @@ class Prove(RecipeCommand):
     processes: Annotated[Count, "Compare with a run of N processes; 1 skips this."] = 2
 
 
-@command("drill", runs="paceline_advisor.drill.study:drill", group="Verify", place=3)
+@command("drill", runs="paceline_advisor.drill.study:drill", group="Verify", place=4)
 @frozen
 class Drill(RecipeCommand):
     """Kill and disturb runs of a recipe, and check that nothing is lost.
@@ -498,6 +498,28 @@ class Verify:
         "Relative difference of a tensor that counts as equal, wherever it is computed (default: none on the same kind "
         "of processor, threads and versions).",
     ] = None
+
+
+@command("diff", runs="paceline_advisor.replay.diff:diff", group="Verify", place=2)
+@frozen
+class Diff:
+    """Find the first step at which two runs differ, where in it, and why.
+
+    Checkpoints, records and samples are compared first. If something differs, both runs are trained again from their
+    last equal checkpoint, in temporary directories, and compared step by step: samples, each module's output, gradients
+    and weights. The causes are ranked: recipe, data, code, environment, order, or an operator that is not deterministic.
+    Neither run is changed.
+
+    Exits with 0 if the runs are equal, 1 if they differ, and 3 if they share nothing to compare.
+
+    Examples:
+      paceline diff runs/before runs/after
+      paceline diff runs/before runs/after --json
+    """
+
+    run_a: Annotated[Path, Shape(metavar="RUN_A", recipe=True)]
+    run_b: Annotated[Path, Shape(metavar="RUN_B", recipe=True)]
+    output: Output = None
 
 
 # ------------------------------------------------------------------------------------------------ go back

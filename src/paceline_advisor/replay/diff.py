@@ -1,0 +1,362 @@
+"""`paceline diff`: the first step at which two runs differ, where in it, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.command import Log
+from paceline.errors import CheckpointError, PacelineError, RunDirectoryError
+from paceline.pages.page import Table
+from paceline.pages.shown import Shown
+from paceline.parsing.units import counted
+from paceline.recipe.load import OWN_LOOP, stored_recipe
+from paceline.records.reader import read_environment, read_events, read_identity, read_json, read_recipe
+from paceline.records.run_directory import existing_run
+from paceline_advisor import Json, frozen
+from paceline_advisor.commands import Diff
+from paceline_advisor.launches import check_can_watch
+from paceline_advisor.replay.causes import Cause, Side, recorded_causes
+from paceline_advisor.replay.compare import (
+    RecordFound,
+    compare_records,
+    compare_samples,
+    first_state_difference,
+)
+from paceline_advisor.replay.engine import Engine, NotReplayedError, progress_bar
+from paceline_advisor.replay.points import Point, Stretch, folder_of, points_of
+from paceline_advisor.replay.trace import Trace, Where, find, first_other_step, other_settings
+from paceline_advisor.replay.verify import CannotTellError, held
+
+# A stretch of so many steps is noted in detail at once; of a longer one, only the step that differs.
+_FEW_STEPS = 32
+_OF_COMPUTATION = ("output", "loss", "random generator")
+
+
+@frozen
+class DiffReport:
+    """How two runs differ.
+
+    Attributes:
+        runs: Both run directories.
+        equal: Whether all that both recorded is equal; None if they share nothing to compare.
+        until: The last step that was compared.
+        checkpoint: The last equal checkpoint that both have; 0 for the start.
+        last_equal: The last step that is known to be equal.
+        first_different: The first step that is known to differ.
+        where: The first difference within that step, as far as it is known.
+        causes: Possible causes, the likeliest first.
+        found: What was compared, and the result of each comparison.
+        replayed: Why the steps were not computed again; empty if they were, or if that was not needed.
+        seconds: Duration.
+    """
+
+    runs: tuple[Path, Path]
+    equal: bool | None
+    until: int = 0
+    checkpoint: int = 0
+    last_equal: int | None = None
+    first_different: int | None = None
+    where: Where | None = None
+    causes: tuple[Cause, ...] = ()
+    found: tuple[tuple[str, str], ...] = ()
+    unreplayed: str = ""
+    seconds: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the step before the first different one is known to be equal."""
+        return self.first_different is not None and self.last_equal == self.first_different - 1
+
+    def to_json(self) -> Json:
+        """Return the report as one JSON object."""
+        return {
+            "runs": [str(each) for each in self.runs],
+            "equal": self.equal,
+            "compared_until_step": self.until,
+            "last_equal_checkpoint": self.checkpoint,
+            "last_equal_step": self.last_equal,
+            "first_different_step": self.first_different,
+            "exact": self.is_exact,
+            "where": None if self.where is None else self.where.to_json(),
+            "causes": [each.to_json() for each in self.causes],
+            "compared": dict(self.found),
+            "not_computed_again": self.unreplayed,
+            "seconds": self.seconds,
+        }
+
+    @property
+    def summary(self) -> str:
+        """The result in one paragraph."""
+        if self.equal is None:
+            return "cannot tell: the runs share no checkpoint and no record of a step, so there is nothing to compare."
+        if self.equal:
+            return f"equal: all that both runs recorded up to step {self.until} is the same."
+        step = f"at step {self.first_different}" if self.is_exact else f"after step {self.last_equal}"
+        step += "" if self.is_exact else f", and by step {self.first_different}"
+        place = "" if self.where is None else f", {self.where}"
+        cause = f" The likeliest cause: {self.causes[0].evidence}." if self.causes else " No cause was found."
+        why = f" The steps were not computed again: {self.unreplayed.rstrip('.')}." if self.unreplayed else ""
+        return f"different: the runs part {step}{place}.{cause}{why}"
+
+    def __paceline__(self) -> Shown:
+        """Show the result, what was compared, and the causes."""
+        blocks: list[Any] = [self.summary, Table(columns=("compared", "result"), rows=list(self.found))]
+        if self.causes:
+            rows = [(each.kind, each.key, each.evidence) for each in self.causes]
+            blocks.append(Table(columns=("cause", "key", "evidence"), rows=rows))
+        ok: bool | str | PacelineError = bool(self.equal) or ""
+        if self.equal is None:
+            ok = CannotTellError("the runs share nothing to compare; give two runs with common steps.")
+        return Shown(title=f"Difference between {self.runs[0]} and {self.runs[1]}", blocks=blocks, ok=ok)
+
+
+def diff(options: Diff, log: Log) -> DiffReport:
+    """Find where two runs part, and why.
+
+    Raises:
+        PacelineError: If one of them is not a run, or is being trained.
+    """
+    check_can_watch("diff")
+    started, paths = time.perf_counter(), (options.run_a, options.run_b)
+    runs = [existing_run(each.absolute()) for each in paths]
+    with contextlib.ExitStack() as locks:
+        for run in {each.root.resolve(): each for each in runs}.values():
+            locks.enter_context(held(run))
+        sides = [
+            Side(
+                run=each,
+                recipe=stored_recipe(read_recipe(each), str(each.recipe)),
+                plan=read_json(each.plan),
+                environment=read_environment(each),
+            )
+            for each in runs
+        ]
+        report = _Comparison(*sides, log).report(DiffReport(runs=paths, equal=None))
+    return replace(report, seconds=time.perf_counter() - started)
+
+
+class _Comparison:
+    """The comparison of two runs: first of what they recorded, then of their steps, computed again."""
+
+    def __init__(self, first: Side, second: Side, log: Log) -> None:
+        self.sides, self.log = (first, second), log
+        points = [_points(each) for each in self.sides]
+        self.shared = {step: (points[0][step], points[1][step]) for step in sorted(points[0].keys() & points[1].keys())}
+        self.points = points
+        self.begin, self.unequal = self._last_equal()
+        self.end = min(_last_position(each) for each in self.sides)
+
+    def _last_equal(self) -> tuple[tuple[Point, Point] | None, int | None]:
+        """Return the last equal points of both runs, and the position of the first unequal ones, if any."""
+        begin = None
+        for pair in self.shared.values():
+            paths = [each.path for each in pair]
+            if paths[0] is not None and paths[1] is not None and first_state_difference(paths[0], paths[1]) is not None:
+                return begin, pair[0].position
+            begin = pair
+        return begin, None
+
+    def report(self, report: DiffReport) -> DiffReport:
+        """Fill in the report."""
+        first, second = (each.run for each in self.sides)
+        at = 0 if self.begin is None else self.begin[0].position
+        record = compare_records(first, second, at, self.end, None, shared=True)
+        samples = self._other_samples(at)
+        after = [each for each in (self.unequal, record and record.position, samples and samples[0]) if each]
+        earlier = None if after else compare_records(first, second, 0, at, None, shared=True)
+        saved = [step for step in self.shared if step]
+        records = _records_until(self.sides, self.end)
+        report = replace(
+            report,
+            until=self.end,
+            checkpoint=0 if self.begin is None else self.begin[0].step,
+            found=(
+                ("checkpoints", _told(counted(len(saved), "shared checkpoint"), self.unequal)),
+                ("records", _told(counted(len(records), "shared step record"), record or earlier)),
+                ("samples", _told("of each step", samples)),
+            ),
+        )
+        if not after and earlier is None:
+            return replace(report, equal=True if saved or records else None, last_equal=self.end)
+        if not after:
+            assert earlier is not None
+            return self._only_recorded(report, earlier)
+        bound = min(after)
+        known = max([at, *(each for each in records if each < bound)])
+        where = None
+        if samples is not None and samples[0] == bound:
+            where = Where(phase="data", tensor="samples")
+        elif record is not None and record.position == bound:
+            where = Where(phase="records", tensor=record.name)
+        report = replace(report, equal=False, last_equal=known, first_different=bound, where=where)
+        try:
+            return self._replayed(report, bound)
+        except (NotReplayedError, PacelineError) as error:
+            report = replace(report, unreplayed=str(error))
+        causes = [_weighted(each, data=0, code=1, recipe=2, environment=3) for each in self._causes(report)]
+        return replace(report, causes=_in_order([*causes, *_order(samples)]))
+
+    def _only_recorded(self, report: DiffReport, record: RecordFound) -> DiffReport:
+        phase = "evaluation" if record.kind == "evaluation" else "records"
+        report = replace(report, equal=False, last_equal=record.position - 1, first_different=record.position)
+        report = replace(report, where=Where(phase=phase, tensor=record.name))
+        evidence = (
+            f"{record.cause.replace('was computed again', 'in the second run')}, while the weights after it are equal"
+        )
+        only = Cause(kind="records", key=record.name, evidence=evidence, rank=5)
+        return replace(report, causes=_in_order([*self._causes(report), only]))
+
+    def _other_samples(self, begin: int) -> tuple[int, str] | None:
+        first, second = (each.run for each in self.sides)
+        try:
+            return compare_samples(first, second, begin)
+        except RunDirectoryError as error:
+            self.log(f"the ledgers were not compared: {error}")
+            return None
+
+    def _causes(self, report: DiffReport) -> list[Cause]:
+        return [*recorded_causes(*self.sides, report.where, report.first_different or 0)]
+
+    # Compute again
+
+    def _replayed(self, report: DiffReport, bound: int) -> DiffReport:
+        """Compute the steps from the last equal checkpoint again, in both runs, and compare them."""
+        if self.begin is None:
+            raise NotReplayedError("the runs share no checkpoint or start to begin from")
+        stretches = [
+            Stretch(begin=point, end=_end(points, bound)) for point, points in zip(self.begin, self.points, strict=True)
+        ]
+        begin = self.begin[0].position
+        few = range(begin + 1, bound + 1) if bound - begin <= _FEW_STEPS else range(0)
+        with progress_bar(6 * (bound - begin), self.log) as show:
+            traces, wrong = [], []
+            for number in (0, 1):
+                trace, differs = self._trace(number, stretches[number], few, show)
+                traces.append(trace)
+                wrong.append(differs)
+            position = first_other_step(*traces)
+            if position is not None and position not in few:
+                few = range(position, position + 1)
+                traces = [
+                    self._trace(number, replace(each, end=_end(self.points[number], position)), few, show)[0]
+                    for number, each in enumerate(stretches)
+                ]
+            unlike = [number for number in (0, 1) if wrong[number]]
+            again = (
+                self._trace(unlike[0], stretches[unlike[0]], few or range(bound, bound + 1), show)[0] if unlike else {}
+            )
+        if unlike and (varies := first_other_step(traces[unlike[0]], again)) is not None:
+            return self._nondeterministic(report, find(traces[unlike[0]][varies], again[varies]), unlike[0])
+        if position is None:
+            return self._unexplained(report, wrong)
+        pair = traces[0][position], traces[1][position]
+        step = pair[0][0]["step"]
+        report = replace(report, where=find(*pair), last_equal=step - 1, first_different=step)
+        found = (*report.found, ("computed again", f"equal up to step {step - 1}; step {step} differs, {report.where}"))
+        report = replace(report, found=found)
+        return replace(report, causes=_in_order(self._evident(report, pair)))
+
+    def _trace(self, number: int, stretch: Stretch, detailed: range, show: Any) -> tuple[Trace, str]:
+        side = self.sides[number]
+        if read_recipe(side.run).get("task") == OWN_LOOP:
+            raise NotReplayedError("a program with paceline.Loop trained them, and only it can repeat the steps")
+        environment = side.environment
+        engine = Engine(run=side.run, folder=folder_of(environment), capability=environment.get("cpu_capability"))
+        return engine.trace(stretch, lambda done: show(done, ""), detailed)
+
+    def _evident(self, report: DiffReport, pair: Sequence[Sequence[Json]]) -> list[Cause]:
+        """Return the causes of a difference that both runs repeat here, so that versions and machine are not needed."""
+        where, settings = report.where, [*other_settings(*pair)]
+        assert where is not None
+        is_content = where.phase == "data" and where.tensor != "samples"
+        causes = [_weighted(each, data=0 if is_content else 2, code=4, environment=3) for each in self._causes(report)]
+        if is_content:
+            causes.append(Cause(kind="data", key=where.samples[0], evidence=f"the {where}", rank=3))
+        if settings:
+            causes = [
+                replace(each, evidence=f"{each.evidence}; {settings[0]}") if each.rank == 0 else each for each in causes
+            ]
+        if where.phase == "forward" and where.tensor not in _OF_COMPUTATION:
+            name = f"{where.module}.{where.tensor}".strip(".")
+            causes.append(Cause(kind="weights", key=name, evidence=f"{name} differs before the first step", rank=1))
+        if where.tensor == "random generator":
+            causes.append(Cause(kind="random", key="seed", evidence="the random generator differs", rank=2))
+        if where.tensor == "samples":
+            causes += _order((report.first_different or 0, f"other samples: {where}"))
+        return causes
+
+    def _nondeterministic(self, report: DiffReport, where: Where | None, number: int) -> DiffReport:
+        which = ("first", "second")[number]
+        evidence = f"the {which} run computed again twice differs from itself, {where}"
+        cause = Cause(kind="nondeterminism", key=where.module if where else "", evidence=evidence, rank=-1)
+        others = [_weighted(each, code=1, environment=2, recipe=3) for each in self._causes(report)]
+        return replace(
+            report,
+            where=where,
+            causes=_in_order([cause, *others]),
+            found=(*report.found, ("computed again", evidence)),
+        )
+
+    def _unexplained(self, report: DiffReport, wrong: Sequence[str]) -> DiffReport:
+        """Explain a difference that computing again does not repeat: neither recipe nor data is the cause."""
+        causes = [each for each in self._causes(report) if each.kind not in ("recipe", "data")]
+        for which, differs in zip(("first", "second"), wrong, strict=True):
+            if differs:
+                evidence = f"the {which} run's records do not follow from its recipe here: {differs}"
+                causes.append(Cause(kind="weights", key=which, evidence=evidence, rank=4))
+        causes = [_weighted(each, code=0, environment=1) for each in causes]
+        found = (*report.found, ("computed again", "both runs are equal here"))
+        return replace(report, causes=_in_order(causes), found=found)
+
+
+def _points(side: Side) -> dict[int, Point]:
+    identity = read_identity(side.run)
+    parent = None if identity is None else identity.parent
+    return {each.step: each for each in points_of(side.run, begin=int(parent["step"]) if parent else 0)[0]}
+
+
+def _last_position(side: Side) -> int:
+    events = read_events(side.run.events) if side.run.events.is_file() else ()
+    return max((each.get("position", each["step"]) for each in events), default=0)
+
+
+def _records_until(sides: Sequence[Side], end: int) -> list[int]:
+    """Return the positions of the step records that both runs have."""
+    found = [
+        {each.get("position", each["step"]) for each in read_events(side.run.events, kinds=("step",))}
+        if side.run.events.is_file()
+        else set()
+        for side in sides
+    ]
+    return sorted(each for each in found[0] & found[1] if each <= end)
+
+
+def _end(points: dict[int, Point], bound: int) -> Point:
+    """Return the end of a stretch, with the recipe of the checkpoint that comes after, if there is one."""
+    after = min((each for each in points.values() if each.position >= bound), key=lambda p: p.position, default=Point())
+    return replace(after, step=bound, position=bound)
+
+
+def _told(what: str, found: object) -> str:
+    if found is None:
+        return f"{what}: equal"
+    if isinstance(found, int):
+        return f"{what}: different at step {found}"
+    return f"{what}: {found.cause if isinstance(found, RecordFound) else found[1]}"  # type: ignore[index]  # a pair
+
+
+def _order(samples: tuple[int, str] | None) -> list[Cause]:
+    return [Cause(kind="order", key="samples", evidence=samples[1], rank=2)] if samples else []
+
+
+def _weighted(cause: Cause, **ranks: int) -> Cause:
+    return replace(cause, rank=cause.rank + ranks.get(cause.kind, 0))
+
+
+def _in_order(causes: Sequence[Cause]) -> tuple[Cause, ...]:
+    return tuple(sorted(causes, key=lambda each: each.rank))
