@@ -506,9 +506,9 @@ class Diff:
     """Find the first step at which two runs differ, where in it, and why.
 
     Checkpoints, records and samples are compared first. If something differs, both runs are trained again from their
-    last equal checkpoint, in temporary directories, and compared step by step: samples, each module's output, gradients
-    and weights. The causes are ranked: recipe, data, code, environment, order, or an operator that is not deterministic.
-    Neither run is changed.
+    last equal checkpoint, in temporary directories, and compared step by step: samples, outputs of modules, gradients
+    and weights. Causes are ranked, with evidence: recipe, data, code, environment, order, or an operator that is not
+    deterministic. Neither run is changed.
 
     Exits with 0 if the runs are equal, 1 if they differ, and 3 if they share nothing to compare.
 

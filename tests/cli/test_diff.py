@@ -19,6 +19,7 @@ from run_directories import fingerprint
 import paceline
 from paceline.checkpoint.manifest import read_components, read_manifest
 from paceline.checkpoint.store import CheckpointStore
+from paceline_advisor.replay import diff
 
 # Records are rarer than steps, so that no record names the step.
 STEPS = {
@@ -108,14 +109,23 @@ def test_a_key_of_the_recipe(paceline_here: Call, first: Path, trained: Train, n
 
 
 @pytest.mark.thorough
-def test_a_late_difference_is_found_at_its_step(paceline_here: Call, trained: Train) -> None:
-    warm = {"schedule.warmup": "9 steps", "checkpoint.every": None, "telemetry.log_every": "12 steps"}
-    one = trained({**warm, "optimizer.clip_norm": None}, "one")
-    other = trained({**warm, "optimizer.clip_norm": 1000.0}, "other")
-    compared(paceline_here, one, other, 0)
-    other = trained({**warm, "schedule.warmup": "10 steps"}, "later")
-    document = compared(paceline_here, one, other, 1)
-    check(document, 1, "update", "recipe", "schedule.warmup")
+@pytest.mark.parametrize("few", [0, 32])
+def test_a_late_difference_is_found_at_its_step(
+    paceline_here: Call, trained: Train, monkeypatch: pytest.MonkeyPatch, few: int
+) -> None:
+    """Without a checkpoint or a record in between; also where a second pass notes only that step in detail."""
+    monkeypatch.setattr(diff, "_FEW_STEPS", few)
+    rare = {
+        "schedule.name": "step",
+        "checkpoint.every": None,
+        "telemetry.log_every": "12 steps",
+        "evaluate.every": None,
+    }
+    runs = [trained({**rare, "schedule.milestones": [f"{step} steps"]}, f"falls-{step}") for step in (6, 8)]
+    document = compared(paceline_here, *runs, 1)
+    check(document, 7, "update", "recipe", "schedule.milestones")
+    assert document["where"]["tensor"] == "weight"
+    assert "lr of parameter group 0 is 0.005" in document["causes"][0]["evidence"]
 
 
 @pytest.mark.thorough
@@ -155,6 +165,11 @@ def change_label(folder: Path) -> None:
     table.write_text(table.read_text().replace("3.png,b", "3.png,a", 1))
 
 
+def losses(run: Path) -> list[float]:
+    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [each["loss"] for each in events if each["event"] == "step"]
+
+
 DATA: dict[str, tuple[Callable[[Path], object], str]] = {
     "label": (change_label, "table.csv"),
     "content": (lambda folder: mirror(folder / "3.png"), "3.png"),
@@ -175,12 +190,14 @@ def test_data_that_changed(paceline_here: Call, trained: Train, tmp_path: Path, 
     tables = [pictures(tmp_path / "one"), pictures(tmp_path / "other")]
     if in_place:
         tables[1] = tables[0]
-    often = {"telemetry.log_every": "1 steps"} if in_place else {}  # one of the runs cannot be computed again
+    often = {"telemetry.log_every": "1 steps"}  # one of the runs may be impossible to compute again
     first = trained({**of_table(tables[0]), **often}, "first")
     change(tables[1].parent)
     second = trained({**of_table(tables[1]), **often})
     document = compared(paceline_here, first, second, 1)
-    assert document["first_different_step"] == document["last_equal_step"] + 1, document
+    pairs = zip(losses(first), losses(second), strict=True)
+    assert document["first_different_step"] == next(step for step, (one, other) in enumerate(pairs, 1) if one != other)
+    assert document["exact"], document
     assert bool(document["not_computed_again"]) == in_place, document
     assert (document["causes"][0]["kind"], document["causes"][0]["key"]) == ("data", file), document
     if not in_place:
@@ -269,11 +286,9 @@ def test_other_vector_instructions(
 
 @pytest.mark.thorough
 def test_other_numbers_of_processes_that_are_not_exact(paceline_here: Call, first: Path, tmp_path: Path) -> None:
-    words = [f"{key}={'off' if each is None else each}" for key, each in STEPS.items()]
     paceline_here("train", first / "recipe.yaml", "--run-dir", "second", "--processes", 2).ended(0)
     document = compared(paceline_here, first, tmp_path / "second", 1)
     check(document, 1, "update", "environment", "processes")
-    assert words
 
 
 def edit(path: Path, change: Callable[[Any], object]) -> None:
@@ -360,7 +375,7 @@ EQUAL: dict[str, dict[str, Any]] = {
     "checkpoints": {"checkpoint.every": "3 steps", "checkpoint.keep": 2},
     "evaluations": {"evaluate.every": "2 steps", "evaluate.keep_examples": 0},
     "workers": {"data.workers": 2},
-    "observed": {"telemetry.noise_scale": "2 steps"},
+    "prefetch": {"data.workers": 1, "data.prefetch": 4},
     "shorter": {"train.duration": "8 steps"},
     "report": {"telemetry.report": True},
 }
@@ -371,6 +386,26 @@ EQUAL: dict[str, dict[str, Any]] = {
 def test_runs_that_differ_in_what_changes_nothing(paceline_here: Call, first: Path, trained: Train, name: str) -> None:
     document = compared(paceline_here, first, trained(EQUAL[name]), 0)
     assert document["last_equal_step"] == (8 if name == "shorter" else 12)
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "accumulation": {"batch.micro_size": 4},
+    "adamw and dropout": {"optimizer.name": "adamw", "optimizer.momentum": None, "model.options.dropout": 0.3},
+    "mixing": {"data.mix.mixup": 0.2, "data.augment.flip": 0.5},
+    "sampling": {"data.sampling": "balanced"},
+    "cosine": {"schedule.name": "cosine", "train.ema": None},
+    "noise": {"batch.micro_size": 8, "telemetry.noise_scale": "2 steps"},
+    "bf16": {"train.precision": "bf16"},
+    "two sizes": {"batch.growth": {"4 steps": 32}},
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_kind_of_run_is_equal_after_a_stop(paceline_here: Call, trained: Train, name: str) -> None:
+    first = trained(RECIPES[name], "first")
+    trained({**RECIPES[name], "train.until": "6 steps"})
+    compared(paceline_here, first, trained({**RECIPES[name], "telemetry.log_every": "3 steps"}), 0)
 
 
 @pytest.mark.thorough

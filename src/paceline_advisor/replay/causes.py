@@ -32,6 +32,7 @@ _PHASES = {
     "train.duration": ("update", "records"),
 }
 _PLANNED = {
+    "world_size": "processes",
     "precision": "train.precision",
     "float32_matmul": "train.float32_matmul",
     "channels_last": "model.channels_last",
@@ -41,7 +42,6 @@ _PLANNED = {
     "strategy": "parallel.strategy",
     "threads_per_process": "parallel.threads",
     "logical_ranks": "micro-batches per step",
-    "world_size": "processes",
 }
 # Packages on which no bit of a run depends.
 _NO_BITS = ("tensorboard", "scikit-learn", "pydantic", "torch")
@@ -85,7 +85,8 @@ def recorded_causes(first: Side, second: Side, where: Where | None, position: in
     yield from _of_recipe(first, second, changed, where)
     yield from _of_data(first, second)
     for what, old, new in _other_code(first, second):
-        yield Cause(kind="code", key=what, evidence=f"{what} was {old} and {new}")
+        rank = 2 if what == "git revision" else 0  # a commit may change anything
+        yield Cause(kind="code", key=what, evidence=f"{what} was {old} and {new}", rank=rank)
     for name, old, new in other_environment(first.environment, second.environment):
         yield Cause(kind="environment", key=name, evidence=f"{name} was {old} and {new}")
     for fact, key in _PLANNED.items():

@@ -231,6 +231,12 @@ def compare_records(
     return None
 
 
+def shared_positions(first: RunDirectory, second: RunDirectory, end: int) -> list[int]:
+    """Return the positions up to ``end`` of which both runs have a step record."""
+    old, new = (_records(each, 0, end) for each in (first, second))
+    return sorted(each[0] for each in old.keys() & new.keys() if each[2] == "step")
+
+
 def _steps_before(records: Mapping[tuple[int, int, str, str], Json], position: int) -> int | None:
     return max((each[0] for each in records if each[2] == "step" and each[0] < position), default=None)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.command import Log
-from paceline.errors import CheckpointError, PacelineError, RunDirectoryError
+from paceline.errors import PacelineError, RunDirectoryError
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.parsing.units import counted
@@ -26,6 +26,7 @@ from paceline_advisor.replay.compare import (
     compare_records,
     compare_samples,
     first_state_difference,
+    shared_positions,
 )
 from paceline_advisor.replay.engine import Engine, NotReplayedError, progress_bar
 from paceline_advisor.replay.points import Point, Stretch, folder_of, points_of
@@ -34,6 +35,7 @@ from paceline_advisor.replay.verify import CannotTellError, held
 
 # A stretch of so many steps is noted in detail at once; of a longer one, only the step that differs.
 _FEW_STEPS = 32
+_RUNS = ("first", "second")
 _OF_COMPUTATION = ("output", "loss", "random generator")
 
 
@@ -170,10 +172,10 @@ class _Comparison:
         after = [each for each in (self.unequal, record and record.position, samples and samples[0]) if each]
         earlier = None if after else compare_records(first, second, 0, at, None, shared=True)
         saved = [step for step in self.shared if step]
-        records = _records_until(self.sides, self.end)
+        records = shared_positions(first, second, self.end)
         report = replace(
             report,
-            until=self.end,
+            until=max(self.end, at),
             checkpoint=0 if self.begin is None else self.begin[0].step,
             found=(
                 ("checkpoints", _told(counted(len(saved), "shared checkpoint"), self.unequal)),
@@ -182,12 +184,13 @@ class _Comparison:
             ),
         )
         if not after and earlier is None:
-            return replace(report, equal=True if saved or records else None, last_equal=self.end)
+            return replace(report, equal=True if saved or records else None, last_equal=max(self.end, at))
         if not after:
             assert earlier is not None
             return self._only_recorded(report, earlier)
         bound = min(after)
-        known = max([at, *(each for each in records if each < bound)])
+        # A record holds what was computed before its step's update, which may be the first to differ.
+        known = max([at, *(each - 1 for each in records if each < bound)])
         where = None
         if samples is not None and samples[0] == bound:
             where = Where(phase="data", tensor="samples")
@@ -196,10 +199,13 @@ class _Comparison:
         report = replace(report, equal=False, last_equal=known, first_different=bound, where=where)
         try:
             return self._replayed(report, bound)
-        except (NotReplayedError, PacelineError) as error:
+        except NotReplayedError as error:
             report = replace(report, unreplayed=str(error))
         causes = [_weighted(each, data=0, code=1, recipe=2, environment=3) for each in self._causes(report)]
-        return replace(report, causes=_in_order([*causes, *_order(samples)]))
+        report = replace(report, causes=_in_order([*causes, *_order(samples)]))
+        if bound - 1 in records and report.causes and report.causes[0].kind == "data":
+            report = replace(report, last_equal=bound - 1)  # other data show in the loss of the same step
+        return report
 
     def _only_recorded(self, report: DiffReport, record: RecordFound) -> DiffReport:
         phase = "evaluation" if record.kind == "evaluation" else "records"
@@ -233,41 +239,42 @@ class _Comparison:
         ]
         begin = self.begin[0].position
         few = range(begin + 1, bound + 1) if bound - begin <= _FEW_STEPS else range(0)
-        with progress_bar(6 * (bound - begin), self.log) as show:
-            traces, wrong = [], []
-            for number in (0, 1):
-                trace, differs = self._trace(number, stretches[number], few, show)
-                traces.append(trace)
-                wrong.append(differs)
-            position = first_other_step(*traces)
-            if position is not None and position not in few:
-                few = range(position, position + 1)
-                traces = [
-                    self._trace(number, replace(each, end=_end(self.points[number], position)), few, show)[0]
-                    for number, each in enumerate(stretches)
-                ]
-            unlike = [number for number in (0, 1) if wrong[number]]
-            again = (
-                self._trace(unlike[0], stretches[unlike[0]], few or range(bound, bound + 1), show)[0] if unlike else {}
-            )
-        if unlike and (varies := first_other_step(traces[unlike[0]], again)) is not None:
-            return self._nondeterministic(report, find(traces[unlike[0]][varies], again[varies]), unlike[0])
+        (one, wrong), (other, also_wrong) = (self._trace(number, each, few) for number, each in enumerate(stretches))
+        position = first_other_step(one, other)
+        if position is not None and position not in few:
+            few = range(position, position + 1)
+            ends = (replace(each, end=_end(self.points[n], position)) for n, each in enumerate(stretches))
+            one, other = (self._trace(number, each, few)[0] for number, each in enumerate(ends))
+        unlike = 0 if wrong else 1
+        if wrong or also_wrong:
+            trace = other if unlike else one
+            again = self._trace(unlike, stretches[unlike], few)[0]
+            if (varies := first_other_step(trace, again)) is not None:
+                return self._nondeterministic(report, find(trace[varies], again[varies]), unlike)
         if position is None:
-            return self._unexplained(report, wrong)
-        pair = traces[0][position], traces[1][position]
+            return self._unexplained(report, (wrong, also_wrong))
+        pair = one[position], other[position]
         step = pair[0][0]["step"]
         report = replace(report, where=find(*pair), last_equal=step - 1, first_different=step)
-        found = (*report.found, ("computed again", f"equal up to step {step - 1}; step {step} differs, {report.where}"))
-        report = replace(report, found=found)
+        told = f"equal up to step {step - 1}; step {step} differs, {report.where}"
+        for which, differs in zip(_RUNS, (wrong, also_wrong), strict=True):
+            told += f"; the {which} run differs here from what it recorded: {differs}" if differs else ""
+        report = replace(report, found=(*report.found, ("computed again", told)))
         return replace(report, causes=_in_order(self._evident(report, pair)))
 
-    def _trace(self, number: int, stretch: Stretch, detailed: range, show: Any) -> tuple[Trace, str]:
-        side = self.sides[number]
-        if read_recipe(side.run).get("task") == OWN_LOOP:
+    def _trace(self, number: int, stretch: Stretch, detailed: range) -> tuple[Trace, str]:
+        run, environment = self.sides[number].run, self.sides[number].environment
+        if read_recipe(run).get("task") == OWN_LOOP:
             raise NotReplayedError("a program with paceline.Loop trained them, and only it can repeat the steps")
-        environment = side.environment
-        engine = Engine(run=side.run, folder=folder_of(environment), capability=environment.get("cpu_capability"))
-        return engine.trace(stretch, lambda done: show(done, ""), detailed)
+        engine = Engine(run=run, folder=folder_of(environment), capability=environment.get("cpu_capability"))
+        which = f"the {_RUNS[number]} run, {stretch}"
+        with progress_bar(stretch.batches, self.log) as show:
+            try:
+                found = engine.trace(stretch, lambda done: show(done, ""), detailed)
+            except (NotReplayedError, PacelineError) as error:
+                raise NotReplayedError(f"{which}: {error}") from error
+            show(stretch.batches, f"{which}: computed again")
+        return found
 
     def _evident(self, report: DiffReport, pair: Sequence[Sequence[Json]]) -> list[Cause]:
         """Return the causes of a difference that both runs repeat here, so that versions and machine are not needed."""
@@ -291,8 +298,7 @@ class _Comparison:
         return causes
 
     def _nondeterministic(self, report: DiffReport, where: Where | None, number: int) -> DiffReport:
-        which = ("first", "second")[number]
-        evidence = f"the {which} run computed again twice differs from itself, {where}"
+        evidence = f"the {_RUNS[number]} run computed again twice differs from itself, {where}"
         cause = Cause(kind="nondeterminism", key=where.module if where else "", evidence=evidence, rank=-1)
         others = [_weighted(each, code=1, environment=2, recipe=3) for each in self._causes(report)]
         return replace(
@@ -305,7 +311,7 @@ class _Comparison:
     def _unexplained(self, report: DiffReport, wrong: Sequence[str]) -> DiffReport:
         """Explain a difference that computing again does not repeat: neither recipe nor data is the cause."""
         causes = [each for each in self._causes(report) if each.kind not in ("recipe", "data")]
-        for which, differs in zip(("first", "second"), wrong, strict=True):
+        for which, differs in zip(_RUNS, wrong, strict=True):
             if differs:
                 evidence = f"the {which} run's records do not follow from its recipe here: {differs}"
                 causes.append(Cause(kind="weights", key=which, evidence=evidence, rank=4))
@@ -323,17 +329,6 @@ def _points(side: Side) -> dict[int, Point]:
 def _last_position(side: Side) -> int:
     events = read_events(side.run.events) if side.run.events.is_file() else ()
     return max((each.get("position", each["step"]) for each in events), default=0)
-
-
-def _records_until(sides: Sequence[Side], end: int) -> list[int]:
-    """Return the positions of the step records that both runs have."""
-    found = [
-        {each.get("position", each["step"]) for each in read_events(side.run.events, kinds=("step",))}
-        if side.run.events.is_file()
-        else set()
-        for side in sides
-    ]
-    return sorted(each for each in found[0] & found[1] if each <= end)
 
 
 def _end(points: dict[int, Point], bound: int) -> Point:
