@@ -200,9 +200,8 @@ def test_data_that_changed(paceline_here: Call, trained: Train, tmp_path: Path, 
     assert document["exact"], document
     assert bool(document["not_computed_again"]) == in_place, document
     assert (document["causes"][0]["kind"], document["causes"][0]["key"]) == ("data", file), document
-    if not in_place:
-        assert document["where"]["phase"] == "data", document
-        assert name == "missing" or "3.png" in str(document["compared"])
+    assert document["where"]["phase"] == "data", document
+    assert in_place or name == "missing" or "3.png" in str(document["compared"])
 
 
 # ------------------------------------------------------------------------------------------------ code and chance

@@ -102,7 +102,10 @@ class StepTracer(Listener):
         self._note("forward", name, "output", tensors)
         for each in tensors:
             if each.requires_grad:
-                each.register_hook(lambda gradient: self._note("backward", name, "gradient of the output", [gradient]))
+                each.register_hook(partial(self._got_gradient, name))  # type: ignore[no-untyped-call]  # torch
+
+    def _got_gradient(self, name: str, gradient: Tensor) -> None:
+        self._note("backward", name, "gradient of the output", [gradient])
 
     @contextmanager
     def _noting_gradients(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from paceline_advisor.replay.points import folder_of
 from paceline_advisor.replay.trace import Where
 
 # Keys that change no weight; ``data.path`` is only where the data are, and the digests tell what they are.
-_WITHOUT_EFFECT = ("telemetry.", "checkpoint.", "evaluate.", "train.until", "parallel.affinity", "parallel.timeout")
-_WITHOUT_EFFECT += ("parallel.backend", "data.workers", "data.prefetch", "data.path", "data.max_broken", "base")
+_WITHOUT_EFFECT = (
+    *("telemetry.", "checkpoint.", "evaluate.", "train.until", "base"),
+    *("parallel.affinity", "parallel.timeout", "parallel.backend"),
+    *("data.workers", "data.prefetch", "data.path", "data.max_broken"),
+)
 # In which part of a step a key acts first; the others may act anywhere.
 _PHASES = {
     "data.": ("data",),
@@ -43,6 +47,7 @@ _PLANNED = {
     "threads_per_process": "parallel.threads",
     "logical_ranks": "micro-batches per step",
 }
+_MOST_FILES = 50
 # Packages on which no bit of a run depends.
 _NO_BITS = ("tensorboard", "scikit-learn", "pydantic", "torch")
 
@@ -124,13 +129,13 @@ def _of_data(first: Side, second: Side) -> Iterator[Cause]:
     evidence = "the recorded digests of the data differ"
     if counts[0] != counts[1]:
         evidence += f"; {counts[0]} and {counts[1]} training samples"
-    roots = [data_folder(each.run, each.environment) for each in (first, second)]
-    files = ()
-    if roots[0] == roots[1]:
+    root, other_root = (data_folder(each.run, each.environment) for each in (first, second))
+    files: tuple[str, ...] = ()
+    if root == other_root:
         files = changed_files(first.run, first.environment)
         evidence += f"; files written after the first run started: {named(files)}" if files else ""
-    elif all(each is not None and each.is_dir() for each in roots):
-        files = tuple(_other_files(*roots))
+    elif root is not None and other_root is not None and root.is_dir() and other_root.is_dir():
+        files = tuple(islice(_other_files(root, other_root), _MOST_FILES))
         evidence += f"; {named(files)}" if files else ""
     yield Cause(kind="data", key=files[0].partition(": ")[0] if files else "data.path", evidence=evidence)
 
@@ -156,14 +161,16 @@ def changed_files(run: RunDirectory, environment: Mapping[str, Any]) -> tuple[st
 
 def _other_files(first: Path, second: Path) -> Iterator[str]:
     one, another = ({str(p.relative_to(each)) for p in each.rglob("*") if p.is_file()} for each in (first, second))
-    for name in sorted(one ^ another):
-        yield f"{name}: missing in the data of the {'second' if name in one else 'first'} run"
-    for name in sorted(one & another):
-        sizes = [(each / name).stat().st_size for each in (first, second)]
-        if sizes[0] != sizes[1]:
-            yield f"{name}: size {sizes[0]} and {sizes[1]} bytes"
-        elif not filecmp.cmp(first / name, second / name, shallow=False):
-            yield f"{name}: other content"
+    listed = [
+        f"{name}: missing in the data of the {'second' if name in one else 'first'} run"
+        for name in sorted(one ^ another)
+    ]
+    sizes = {name: [(each / name).stat().st_size for each in (first, second)] for name in sorted(one & another)}
+    listed += [f"{name}: {size} and {other} bytes" for name, (size, other) in sizes.items() if size != other]
+    yield from listed
+    if not listed:  # contents are read only where nothing else tells
+        other = (name for name in sizes if not filecmp.cmp(first / name, second / name, shallow=False))
+        yield from (f"{name}: other content" for name in other)
 
 
 def _other_code(first: Side, second: Side) -> Iterator[tuple[str, Any, Any]]:
@@ -174,16 +181,18 @@ def _other_code(first: Side, second: Side) -> Iterator[tuple[str, Any, Any]]:
         for name in sorted(one.keys() & another.keys()):
             if one[name] != another[name]:
                 yield f"source of {name}", one[name], another[name]
-    revisions = [(each.environment.get("git") or {}).get("revision") for each in (first, second)]
-    if None not in revisions and revisions[0] != revisions[1]:
-        yield "git revision", *revisions
+    revision, other = ((each.environment.get("git") or {}).get("revision") for each in (first, second))
+    if None not in (revision, other) and revision != other:
+        yield "git revision", revision, other
 
 
 def other_environment(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield what may change bits and differs between two environments, with both values."""
-    pairs = {"processor": tuple(dict(each.get("cpu") or {}).get("model") for each in (first, second))}
+    model, other = (dict(each.get("cpu") or {}).get("model") for each in (first, second))
     names = {"vector instructions": "cpu_capability", "torch": "torch", "cuda": "cuda"}
-    pairs |= {name: (first.get(key), second.get(key)) for name, key in names.items()}
     old, new = (dict(each.get("versions") or {}) for each in (first, second))
-    pairs |= {name: (old[name], new[name]) for name in old if name in new and name not in _NO_BITS}
-    yield from ((name, *pair) for name, pair in pairs.items() if pair[0] != pair[1] and None not in pair)
+    packages = ((name, old[name], new[name]) for name in old if name in new and name not in _NO_BITS)
+    facts = ((name, first.get(key), second.get(key)) for name, key in names.items())
+    for name, one, another in (("processor", model, other), *facts, *packages):
+        if one != another and None not in (one, another):
+            yield name, one, another

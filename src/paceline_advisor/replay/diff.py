@@ -129,7 +129,7 @@ def diff(options: Diff, log: Log) -> DiffReport:
     with contextlib.ExitStack() as locks:
         for run in {each.root.resolve(): each for each in runs}.values():
             locks.enter_context(held(run))
-        sides = [
+        first, second = (
             Side(
                 run=each,
                 recipe=stored_recipe(read_recipe(each), str(each.recipe)),
@@ -137,8 +137,8 @@ def diff(options: Diff, log: Log) -> DiffReport:
                 environment=read_environment(each),
             )
             for each in runs
-        ]
-        report = _Comparison(*sides, log).report(DiffReport(runs=paths, equal=None))
+        )
+        report = _Comparison(first, second, log).report(DiffReport(runs=paths, equal=None))
     return replace(report, seconds=time.perf_counter() - started)
 
 
@@ -203,9 +203,11 @@ class _Comparison:
             report = replace(report, unreplayed=str(error))
         causes = [_weighted(each, data=0, code=1, recipe=2, environment=3) for each in self._causes(report)]
         report = replace(report, causes=_in_order([*causes, *_order(samples)]))
-        if bound - 1 in records and report.causes and report.causes[0].kind == "data":
-            report = replace(report, last_equal=bound - 1)  # other data show in the loss of the same step
-        return report
+        if not report.causes or report.causes[0].kind != "data":
+            return report
+        # Other data show in the loss of the same step.
+        last = bound - 1 if bound - 1 in records else known
+        return replace(report, last_equal=last, where=Where(phase="data", tensor=report.causes[0].key))
 
     def _only_recorded(self, report: DiffReport, record: RecordFound) -> DiffReport:
         phase = "evaluation" if record.kind == "evaluation" else "records"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from paceline_advisor import Json, frozen, named
 
@@ -60,6 +61,7 @@ def find(first: Sequence[Json], second: Sequence[Json]) -> Where | None:
     if names.keys() != others.keys():
         only = [names.get(each, others.get(each, "")) for each in sorted(names.keys() ^ others.keys())]
         return Where(phase="data", tensor="samples", samples=tuple(only))
+    pairs: Iterable[Any]
     parts, other_parts = ([_parts(each) for each in notes] for notes in (first, second))
     if parts == other_parts:
         for place, what in ((2, "input"), (3, "target")):
