@@ -376,6 +376,8 @@ EQUAL: dict[str, dict[str, Any]] = {
     "workers": {"data.workers": 2},
     "prefetch": {"data.workers": 1, "data.prefetch": 4},
     "shorter": {"train.duration": "8 steps"},
+    "longer": {"train.duration": "16 steps"},
+    "kept": {"checkpoint.keep": 1},
     "report": {"telemetry.report": True},
 }
 
@@ -395,7 +397,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "cosine": {"schedule.name": "cosine", "train.ema": None},
     "noise": {"batch.micro_size": 8, "telemetry.noise_scale": "2 steps"},
     "bf16": {"train.precision": "bf16"},
-    "two sizes": {"batch.growth": {"4 steps": 32}},
+    "clipped": {"optimizer.clip_norm": 0.1, "train.label_smoothing": 0.1},
 }
 
 
