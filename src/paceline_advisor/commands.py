@@ -517,8 +517,8 @@ class Diff:
       paceline diff runs/before runs/after --json
     """
 
-    run_a: Annotated[Path, Shape(metavar="RUN_A", recipe=True)]
-    run_b: Annotated[Path, Shape(metavar="RUN_B", recipe=True)]
+    a: Annotated[Path, Shape(metavar="RUN_A", recipe=True)]
+    b: Annotated[Path, Shape(metavar="RUN_B", recipe=True)]
     output: Output = None
 
 

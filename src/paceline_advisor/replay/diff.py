@@ -124,7 +124,7 @@ def diff(options: Diff, log: Log) -> DiffReport:
         PacelineError: If one of them is not a run, or is being trained.
     """
     check_can_watch("diff")
-    started, paths = time.perf_counter(), (options.run_a, options.run_b)
+    started, paths = time.perf_counter(), (options.a, options.b)
     runs = [existing_run(each.absolute()) for each in paths]
     with contextlib.ExitStack() as locks:
         for run in {each.root.resolve(): each for each in runs}.values():
