@@ -46,7 +46,7 @@ SOURCES = Path(__file__).parents[1] / "src"
 _READ_AT_START = (
     "PYTHON", "LC_", "LANG", "LD_", "TZ", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "CUDA_",
 )  # fmt: skip
-_READ_AT_START += ("TORCH_", "PYTORCH_", "DNNL_", "ONEDNN_", "NUMEXPR_", "GLIBC_")
+_READ_AT_START += ("ATEN_", "TORCH_", "PYTORCH_", "DNNL_", "ONEDNN_", "NUMEXPR_", "GLIBC_")
 # Of these, a child does itself what they ask for, or what they ask for makes no difference to it.
 _ARRANGED = ("PYTHONPATH", "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")
 # scikit-learn sets them in whoever imports it, for a library that torch does not use.

@@ -500,6 +500,28 @@ class Verify:
     ] = None
 
 
+@command("diff", runs="paceline_advisor.replay.diff:diff", group="Verify", place=2)
+@frozen
+class Diff:
+    """Find the first step at which two runs differ, where in it, and why.
+
+    Checkpoints, records and samples are compared first. If something differs, both runs are trained again from their
+    last equal checkpoint, in temporary directories, and compared step by step: samples, outputs of modules, gradients
+    and weights. Causes are ranked, with evidence: recipe, data, code, environment, order, or an operator that is not
+    deterministic. Neither run is changed.
+
+    Exits with 0 if the runs are equal, 1 if they differ, and 3 if they share nothing to compare.
+
+    Examples:
+      paceline diff runs/before runs/after
+      paceline diff runs/before runs/after --json
+    """
+
+    a: Annotated[Path, Shape(metavar="RUN_A", recipe=True)]
+    b: Annotated[Path, Shape(metavar="RUN_B", recipe=True)]
+    output: Output = None
+
+
 @command("seen", runs="paceline_advisor.replay.seen:look", group="Verify", place=3)
 @frozen
 class Seen:

@@ -6,6 +6,7 @@ Environment variables are not recorded: they may contain passwords and tokens.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -14,12 +15,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.host.machine import available_cores, cpu_name, memory_bytes
 from paceline.host.world import COMMAND_VARIABLE
+from paceline.plugins.references import is_ours
 
 _PACKAGES = (
     "paceline",
@@ -81,6 +83,20 @@ def _version(name: str) -> str | None:
 def cpu_facts() -> dict[str, Any]:
     """Return the processor's name, its cores, and how many of them this process may use."""
     return {"model": cpu_name(), "cores": os.cpu_count(), "usable_cores": available_cores()}
+
+
+def code_digests(references: Iterable[str]) -> dict[str, str]:
+    """Return a digest of each imported source file that holds code of yours, by its module.
+
+    Args:
+        references: Names of modules, or of objects in them; those of Paceline itself are left out.
+    """
+    found = {}
+    for name in (each.partition(":")[0] for each in references):
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if path is not None and not is_ours(name) and Path(path).is_file():
+            found[name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    return found
 
 
 def git_facts(directory: Path) -> dict[str, Any] | None:

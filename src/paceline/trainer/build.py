@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,7 @@ from paceline.telemetry.profile import NsightTool, ProfileResult, ProfileWindow,
 from paceline.telemetry.trackers import TrackerFacts, build_trackers
 from paceline.trainer.evaluate import Evaluator, KeepOptions
 from paceline.trainer.forecast import forecast
-from paceline.trainer.listeners import Listener
+from paceline.trainer.listeners import TRACE_VARIABLE, Listener
 from paceline.trainer.noise import NoiseListener, NoiseMeter, linear_rule_warning
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.observing import LearningListener
@@ -123,6 +124,7 @@ def build_run(subject: Subject) -> Run:
     run.clock = with_profile(run)
     run.previews += [partial(keep_first_batch, run), partial(forecast, run)]
     run.listeners += _listeners(run, noise)
+    _trace(run)
     run.strategy.timed_by(run.clock)
     if run.timed_pipeline is not None:
         run.timed_pipeline.timed_by(partial(run.clock.span, "h2d"))
@@ -174,6 +176,16 @@ def _listeners(run: Run, noise: NoiseMeter | None) -> list[Listener]:
         return linear_rule_warning(noise, run.recipe.optimizer, run.plan, run.geometry, **run.progress.here)
 
     return [*learning, NoiseListener(noise, partial(run.due, "noise_scale", ahead=1), warn)]
+
+
+def _trace(run: Run) -> None:
+    """Note what each step computes, if a study asks for that."""
+    if (setting := os.environ.get(TRACE_VARIABLE)) is not None:
+        from paceline.trainer.tracing import StepTracer  # ordinary runs do not need it
+
+        tracer = StepTracer(run, setting)
+        run.listeners.append(tracer)
+        run.callbacks = replace(run.callbacks, observers=(*run.callbacks.observers, tracer))
 
 
 def _freeze_schedule(strategy: Strategy, subject: Subject) -> FreezeSchedule | None:

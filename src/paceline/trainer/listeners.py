@@ -12,6 +12,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from paceline.data.batch import Batch
 from paceline.errors import RecipeError
 from paceline.records.events import Event
@@ -19,6 +21,8 @@ from paceline.records.events import Event
 if TYPE_CHECKING:
     from paceline.trainer.evaluate import Evaluation
 
+TRACE_VARIABLE = "PACELINE_TRACE"
+"""Set by a study that follows each step of a run: see ``trainer/tracing.py``."""
 _NOTHING = nullcontext()
 
 
@@ -36,6 +40,9 @@ class Listener:
     def around_forward(self, model: Callable[..., Any], batch: Batch) -> AbstractContextManager[None]:
         """Context around the loss of a micro-batch, whose network is called as this model."""
         return _NOTHING
+
+    def after_loss(self, loss: torch.Tensor) -> None:
+        """Called with the loss of a micro-batch."""
 
     def around_backward(self, batch: Batch) -> AbstractContextManager[None]:
         """Context around the backward pass of a micro-batch."""

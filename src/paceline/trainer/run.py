@@ -95,7 +95,10 @@ class Run(SavedRun):
             around.enter_context(naming(self.task, "loss"))
             around.enter_context(checked)
             loss = self.task.loss(network, batch)
-        return checked_loss(self.task, loss, needs_gradient=batch.weight > 0)
+        checked_loss(self.task, loss, needs_gradient=batch.weight > 0)
+        for each in self.listeners:
+            each.after_loss(loss)
+        return loss
 
     def backward(self, loss: torch.Tensor, batch: Batch) -> None:
         """Run the backward pass of a micro-batch."""

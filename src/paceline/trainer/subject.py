@@ -48,7 +48,8 @@ from paceline.plan import MachineFacts, NetworkFacts, Plan, make
 from paceline.plan.compute import resolve_channels_last, without_bf16
 from paceline.plugins.loading import loading
 from paceline.recipe.load import LoadedRecipe, recipe_digest
-from paceline.recipe.schema import Recipe
+from paceline.recipe.schema import Recipe, named_code
+from paceline.records.environment import code_digests
 from paceline.records.reader import read_plan, read_recipe
 from paceline.records.run_directory import RunDirectory, default_run_directory
 from paceline.tasks.facts import geometry_of, read_facts
@@ -392,6 +393,8 @@ class Subject(contextlib.ExitStack[bool | None]):
                 "device": str(self.device),
                 "affinity": None if self.cores is None else self.cores.reason,
                 "cuda": torch.version.cuda,
+                "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+                "code": code_digests((*named_code(recipe), type(self.task).__module__)),
                 "float32_matmul": torch.get_float32_matmul_precision(),
                 "cudnn_tf32": torch.backends.cudnn.allow_tf32,
                 "world_size": self.world.world_size,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,10 @@ import torch
 
 from paceline.checkpoint.format import encode
 from paceline.checkpoint.manifest import read_components, read_manifest
-from paceline.records.ledger import LedgerEntry, LedgerStream
+from paceline.records.ledger import LedgerEntry, LedgerStream, ledger_files
 from paceline.records.reader import read_events, strip_timings
 from paceline.records.run_directory import RunDirectory
+from paceline.reports.audit import used_samples
 from paceline_advisor import Json, frozen
 
 _FIRST = ("model", "ema", "optimizer")
@@ -24,6 +28,10 @@ _LEFT_OUT = {"clock": None, "progress": ("resumes", "earlier_seconds")}
 _OF_TENSORS_ONLY = ("progress", "window", "clock")
 # Values of records that are compared where bits may differ; a count of right answers may change by one.
 _TOLERATED = ("samples", "epoch", "lr", "loss")
+# Values of a step record that are not means over the steps since the one before.
+_OF_ONE_STEP = {"epoch", "samples", "lr", "grad_norm"}
+_STATE = (*_FIRST, "scaler")
+_NAMED = 4
 _SCORES = ("weights_sha256", "ema_sha256", "metrics", "samples", "epoch", "ledger")
 
 
@@ -95,6 +103,12 @@ def compare_states(recorded: Path, again: Path, tolerance: float | None) -> Iter
             states = [read_components(path, (name,))[name] for path in (recorded, again)]
             old, new = ({key: each for key, each in state.items() if key not in skipped} for state in states)
             yield from _compare_state(name, old, new, tolerance)
+
+
+def first_state_difference(recorded: Path, again: Path) -> FoundDifference | None:
+    """Return the first difference of weights, average and optimizer; settings of the optimizer are the recipe's."""
+    found = compare_states(recorded, again, None)
+    return next((each for each in found if each.component in _STATE and "param_groups" not in each.tensor), None)
 
 
 def _compare_state(component: str, old: Json, new: Json, tolerance: float | None) -> Iterator[FoundDifference]:
@@ -178,31 +192,53 @@ def _bits(value: float) -> bytes:
 
 @frozen
 class RecordFound:
-    """A record that differs: its step, the value's name, and a sentence."""
+    """A record that differs: its step, position and kind, the value's name, and a sentence."""
 
     step: int
+    position: int
+    kind: str
     name: str
     cause: str
 
 
 def compare_records(
-    run: RunDirectory, again: RunDirectory, begin: int, end: int, tolerance: float | None
+    run: RunDirectory, again: RunDirectory, begin: int, end: int, tolerance: float | None, *, shared: bool = False
 ) -> RecordFound | None:
-    """Return the first step record or evaluation after position ``begin``, up to ``end``, that differs."""
+    """Return the first step record or evaluation after position ``begin``, up to ``end``, that differs.
+
+    With ``shared``, only what both have is compared, and means over steps only where these are the same steps.
+    """
     old, new = (_records(each, begin, end) for each in (run, again))
-    for key in sorted(old.keys() | new.keys()):
+    for key in sorted(old.keys() & new.keys() if shared else old.keys() | new.keys()):
         position, _, kind, weights = key
         was, now = old.get(key), new.get(key)
+        if shared and was and now:
+            names = was.keys() & now.keys()
+            if kind == "step" and _steps_before(old, position) != _steps_before(new, position):
+                names &= _OF_ONE_STEP
+            was, now = (
+                {name: each[name] for name in each if name in names} | {"step": each["step"]} for each in (was, now)
+            )
         what = f"the {'step record' if kind == 'step' else f'evaluation of {weights}'}"
         if was is None or now is None:
             gone = f"{what} of step {position} is {'missing' if was is None else 'not one of the run'}"
-            return RecordFound(step=position, name=kind, cause=gone)
+            return RecordFound(step=position, position=position, kind=kind, name=kind, cause=gone)
         for name in {**was, **now} if tolerance is None else _TOLERATED:
             if not _is_close(was.get(name), now.get(name), tolerance):
                 step = int(now["step"])
                 cause = f"{what} of step {step} says {name}={was.get(name)}, and {now.get(name)} was computed again"
-                return RecordFound(step=step, name=name, cause=cause)
+                return RecordFound(step=step, position=position, kind=kind, name=name, cause=cause)
     return None
+
+
+def shared_positions(first: RunDirectory, second: RunDirectory, end: int) -> list[int]:
+    """Return the positions up to ``end`` of which both runs have a step record."""
+    old, new = (_records(each, 0, end) for each in (first, second))
+    return sorted(each[0] for each in old.keys() & new.keys() if each[2] == "step")
+
+
+def _steps_before(records: Mapping[tuple[int, int, str, str], Json], position: int) -> int | None:
+    return max((each[0] for each in records if each[2] == "step" and each[0] < position), default=None)
 
 
 def _records(run: RunDirectory, begin: int, end: int) -> dict[tuple[int, int, str, str], Json]:
@@ -242,6 +278,27 @@ def _entries(run: RunDirectory, begin: int, end: int) -> dict[int, list[tuple[An
             else:
                 found[each.step].append((each.epoch, each.first, each.samples.to_bytes(8, "little"), each.digest))
     return found
+
+
+def compare_samples(first: RunDirectory, second: RunDirectory, begin: int) -> tuple[int, str] | None:
+    """Return the first step after ``begin`` that used other samples, whichever process used them, and a sentence.
+
+    Raises:
+        RunDirectoryError: If a ledger is damaged.
+    """
+    for (step, ids), (_, others) in zip(*(_samples(each, begin) for each in (first, second)), strict=False):
+        if ids != others:
+            only = [sorted(set(one) - set(other))[:_NAMED] for one, other in ((ids, others), (others, ids))]
+            return step, f"step {step} used samples {only[0]} only in the first run, and {only[1]} only in the second"
+    return None
+
+
+def _samples(run: RunDirectory, begin: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield each step after one, with the ids of its samples."""
+    ranks = (used_samples(run.root, rank) for rank in range(len(ledger_files(run.ledger))))
+    for step, entries in groupby(heapq.merge(*ranks, key=attrgetter("step")), key=attrgetter("step")):
+        if step > begin:
+            yield step, sorted(sample for each in entries for sample in each.ids.tolist())
 
 
 def compare_outcomes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import sys
@@ -11,7 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from paceline.checkpoint.manifest import verify as verify_checkpoint
 from paceline.checkpoint.store import CheckpointStore, checkpoint_name
@@ -22,6 +26,7 @@ from paceline.recipe.load import to_yaml
 from paceline.recipe.running import Profile
 from paceline.records.reader import read_events, read_json
 from paceline.records.run_directory import RunDirectory
+from paceline.trainer.listeners import TRACE_VARIABLE
 from paceline_advisor import Json, frozen
 from paceline_advisor.apply import with_values
 from paceline_advisor.launches import CommandProcess, last_step, said
@@ -32,11 +37,16 @@ from paceline_advisor.replay.compare import (
     compare_outcomes,
     compare_records,
     compare_states,
+    first_state_difference,
 )
 from paceline_advisor.replay.points import Point, Stretch, copy_as_of
+from paceline_advisor.replay.trace import Trace, read_trace
 
 _POLL_SECONDS = 0.1
 _STOPPED = 75
+_CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")
+# Facts of the plan about the data that a run which is computed again must share.
+_SAME_DATA = {"task": "task", "digest": "data", "content_digest": "data's content", "teacher": "teacher"}
 
 # What only writes for people: none of it changes a number. What is logged and when does, so it stays.
 _QUIET: Mapping[str, Any] = {
@@ -87,11 +97,13 @@ class Engine:
         run: The run.
         folder: The folder that it was started in, if it exists.
         tolerance: The largest relative difference of a tensor after a number of steps; None for equal bits.
+        capability: The processor's vector instructions that torch used, if other than here.
     """
 
     run: RunDirectory
     folder: Path | None
-    tolerance: Callable[[int], float] | None
+    tolerance: Callable[[int], float] | None = None
+    capability: str | None = None
 
     def replay(self, stretch: Stretch, progress: Progress) -> StretchOutcome:
         """Compute a stretch again in a temporary directory, and compare it."""
@@ -110,13 +122,48 @@ class Engine:
         seconds = time.perf_counter() - started
         return StretchOutcome(stretch=stretch, difference=difference, is_within=is_within, seconds=seconds)
 
+    def trace(self, stretch: Stretch, progress: Progress, detailed: range) -> tuple[Trace, str]:
+        """Compute a stretch again, and note digests of what each step computes.
+
+        Args:
+            stretch: The stretch; its end need not have a checkpoint.
+            progress: Told how many global batches are done.
+            detailed: The positions to note in detail.
+
+        Returns:
+            The notes, and how what the run recorded differs from what was computed; empty if it does not.
+
+        Raises:
+            NotReplayedError: If it cannot be computed again here.
+        """
+        with _scratch() as scratch:
+            setting = json.dumps([str(scratch), detailed.start, detailed.stop - 1])
+            again = self._train(stretch, scratch, progress, {TRACE_VARIABLE: setting})
+            before, now = (read_json(each.plan).get("data", {}) for each in (self.run, again))
+            for key, name in _SAME_DATA.items():
+                if key in before and before[key] != now.get(key):
+                    was = f"its {name} was {before[key]}, and here it would be {now.get(key)}"
+                    raise NotReplayedError(f"{stretch} cannot be computed again here: {was}")
+            records = compare_records(self.run, again, stretch.begin.position, stretch.end.position, None, shared=True)
+            made, saved = (
+                each / checkpoint_name(stretch.end.step) for each in (again.checkpoints, self.run.checkpoints)
+            )
+            state = first_state_difference(saved, made) if saved.is_dir() and made.is_dir() else None
+            found = records or state
+            return read_trace(scratch), found.cause if found else ""
+
     # Train
 
-    def _train(self, stretch: Stretch, scratch: Path, progress: Progress) -> RunDirectory:
+    def _train(
+        self, stretch: Stretch, scratch: Path, progress: Progress, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> RunDirectory:
         recipe = with_values(stretch.end.recipe(self.run).without_mirror(), _QUIET)
-        threads = stretch.end.state("clock").get("conditions", {}).get("threads_per_process")
-        if threads and read_json(self.run.plan).get("device") == "cpu":
+        plan, conditions = read_json(self.run.plan), stretch.end.state("clock").get("conditions", {})
+        threads = conditions.get("threads_per_process") or plan.get("threads_per_process")
+        if threads and plan.get("device") == "cpu":
             recipe = with_values(recipe, {"parallel.threads": threads})
+        if self.capability is not None and _can_limit(self.capability):
+            variables = {**variables, "ATEN_CPU_CAPABILITY": self.capability.lower()}
         begin, again = stretch.begin, RunDirectory(scratch / "run")
         if begin.path is not None:
             copy_as_of(self.run, begin, again.root, steps=[begin.step], place=_symlink)
@@ -130,19 +177,18 @@ class Engine:
             if begin.path is not None:
                 shutil.copyfile(source, again.recipe)
             arguments = ["train", str(source), "--run-dir", str(again.root), "--processes", str(world_size)]
-            self._launch(arguments, scratch / f"launch-{number}", again, stretch, progress)
+            log = scratch / f"launch-{number}"
+            with CommandProcess(
+                arguments, log, limit_seconds=math.inf, folder=self.folder, variables=variables
+            ) as launch:
+                while launch.process.poll() is None:
+                    time.sleep(_POLL_SECONDS)
+                    progress(max(0, last_step(again.root) - stretch.begin.step))
+                code = launch.wait()
+            if code not in (0, _STOPPED):
+                why = said(launch) or f"exit code {code}"
+                raise NotReplayedError(f"{stretch} cannot be computed again here: {why}")
         return again
-
-    def _launch(
-        self, arguments: list[str], log: Path, again: RunDirectory, stretch: Stretch, progress: Progress
-    ) -> None:
-        with CommandProcess(arguments, log, limit_seconds=math.inf, folder=self.folder) as launch:
-            while launch.process.poll() is None:
-                time.sleep(_POLL_SECONDS)
-                progress(max(0, last_step(again.root) - stretch.begin.step))
-            code = launch.wait()
-        if code not in (0, _STOPPED):
-            raise NotReplayedError(f"{stretch} cannot be computed again here: {said(launch) or f'exit code {code}'}")
 
     def _launches(self, stretch: Stretch) -> Iterator[tuple[int, int, int]]:
         """Yield the launches of the run that took these steps: processes, length of the run, and last position."""
@@ -234,6 +280,12 @@ def partial_difference(stretch: Stretch) -> Callable[[int, FoundDifference], Fir
 
 def _whole(stretch: Stretch, component: str, cause: str) -> FirstDifference:
     return FirstDifference(begin=stretch.begin.step, end=stretch.end.step, step=None, component=component, cause=cause)
+
+
+def _can_limit(capability: str) -> bool:
+    """Whether torch can be limited here to a processor's vector instructions; without a check it would crash."""
+    here = torch.backends.cpu.get_cpu_capability()
+    return capability in _CAPABILITIES[:-1] and here in _CAPABILITIES[_CAPABILITIES.index(capability) + 1 :]
 
 
 def _symlink(source: Path, target: Path) -> None:

@@ -44,6 +44,7 @@ from paceline.trainer.subject import Subject
 from paceline_advisor import Json, frozen, named
 from paceline_advisor.commands import Verify
 from paceline_advisor.launches import check_can_watch
+from paceline_advisor.replay.causes import changed_files, other_environment
 from paceline_advisor.replay.compare import FirstDifference
 from paceline_advisor.replay.engine import Engine, StretchOutcome, progress_bar
 from paceline_advisor.replay.points import Stretch, folder_of, in_folder_of, points_of, stretches_of
@@ -158,7 +159,7 @@ def verify(options: Verify, log: Log) -> VerifyReport:
     run, started = existing_run(options.run.absolute()), time.perf_counter()
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     report = VerifyReport(run=options.run, verdict="unknown", seed=seed, total=0, confidence="", seconds=0.0)
-    with contextlib.closing(_Held(run)):
+    with held(run):
         try:
             report = _verify(run, options, report, log)
         except CannotTellError as error:
@@ -167,20 +168,20 @@ def verify(options: Verify, log: Log) -> VerifyReport:
     return replace(report, seconds=time.perf_counter() - started)
 
 
-class _Held:
-    """Keeps the run from being trained meanwhile, where its directory may be written to."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._lock: RunLock | None = None
-        try:
-            self._lock = RunLock(run)
-        except RunDirectoryError as error:
-            if not isinstance(error.__cause__, OSError):
-                raise
-
-    def close(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
+@contextlib.contextmanager
+def held(run: RunDirectory) -> Iterator[None]:
+    """Keep a run from being trained meanwhile, where its directory may be written to."""
+    lock: RunLock | None = None
+    try:
+        lock = RunLock(run)
+    except RunDirectoryError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def _verify(run: RunDirectory, options: Verify, report: VerifyReport, log: Log) -> VerifyReport:
@@ -210,10 +211,11 @@ def _verify(run: RunDirectory, options: Verify, report: VerifyReport, log: Log) 
     engine = Engine(
         run=run,
         folder=folder_of(environment),
+        capability=environment.get("cpu_capability"),
         tolerance=_tolerance(options.tolerance, unlike=bool(unlike)),
     )
     outcomes = _replay(engine, stretches, chosen, log)
-    changed = _changed_files(run, environment)
+    changed = _since_start(run, environment)
     for each in (outcome.difference for outcome in outcomes):
         if each is not None:
             differences.append(replace(each, cause=f"{each.cause}{changed}") if each.component != "best" else each)
@@ -387,42 +389,24 @@ def _other_data(run: RunDirectory, stretch: Stretch, environment: Mapping[str, A
         except RunDirectoryError as error:
             component = "data" if error.key in _DATA_KEYS else "plan" if error.key else "recipe"
             cause = re.split(r"[;:] restore|; it can only| Start | Choose ", str(error))[0].rstrip(".")
-            cause += _changed_files(run, environment) if component == "data" else ""
+            cause += _since_start(run, environment) if component == "data" else ""
             begin, end = stretch.begin.step, stretch.end.step
             yield FirstDifference(
                 begin=begin, end=end, step=None, component=component, tensor=error.key or None, cause=cause
             )
 
 
-def _changed_files(run: RunDirectory, environment: Mapping[str, Any]) -> str:
-    """Name the files of the data that were written after the run had started; empty if there are none."""
-    began, path = environment.get("time"), (read_recipe(run).get("data") or {}).get("path")
-    if not isinstance(began, int | float) or not path:
-        return ""
-    with in_folder_of(dict(environment)):
-        root = Path(str(path)).expanduser().absolute()
-    folder = root.parent if root.is_file() else root  # a table names pictures next to it
-    files = sorted(each for each in folder.rglob("*") if each.is_file() and run.root not in each.parents)
-    found = [each for each in files if max(each.stat().st_mtime, each.stat().st_ctime) > began]
-    names = [str(each.relative_to(folder)) for each in found]
+def _since_start(run: RunDirectory, environment: Mapping[str, Any]) -> str:
+    names = changed_files(run, environment)
     return f"; files written since the run started: {named(names, _MOST_NAMED)}" if names else ""
 
 
 def _unlike(environment: Mapping[str, Any]) -> Iterator[str]:
     """Yield what may change bits and is other here than in the run's environment."""
-    here = capture_environment({"torch": torch.__version__, "cuda": torch.version.cuda})
-    old_cpu, new_cpu = (dict(each.get("cpu") or {}).get("model") for each in (environment, here))
-    pairs = {"processor": (old_cpu, new_cpu)}
-    pairs |= {key: (environment.get(key), here[key]) for key in ("torch", "cuda")}
-    versions = dict(environment.get("versions") or {})
-    pairs |= {key: (versions.get(key), value) for key, value in here["versions"].items() if key not in _NO_BITS}
-    for name, (old, new) in pairs.items():
-        if old is not None and old != new:
-            yield f"{name} was {old} and is {new} here"
-
-
-# Packages on which no bit of a run depends.
-_NO_BITS = ("tensorboard", "scikit-learn", "pydantic", "torch")
+    facts = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    here = capture_environment({**facts, "cpu_capability": torch.backends.cpu.get_cpu_capability()})
+    for name, old, new in other_environment(environment, here):
+        yield f"{name} was {old} and is {new} here"
 
 
 def _tolerance(given: float | None, *, unlike: bool) -> Any:
