@@ -196,8 +196,7 @@ def make(
     _check_growth(epochs, total)
     rates = plan_schedule(recipe, epochs, total)
     parts = [each.logical_ranks for each in epochs.phases]
-    strategy, why_strategy = choose_strategy(recipe, world.world_size, parts, network, machine.memory_bytes)
-    _check_verify(recipe, strategy, machine.device)
+    strategy, why_strategy = choose_strategy(recipe, world.world_size, parts, network, machine)
     threads, why_threads = resolve_threads(recipe, machine, world.local_world_size)
     largest = largest_micro_batch(recipe, micro, world.world_size)
     given = machine.reasons | {key: f"not used: {why}" for key, why in data.unused.items()} | data.reasons
@@ -268,23 +267,6 @@ def _check_facts(recipe: Recipe, data: DataFacts, machine: MachineFacts, task: T
         )
     if recipe.train.precision == "fp8" and (lacking := machine.lacks.get("fp8")):
         raise setting_error("train.precision", "fp8", f"is not available here: {lacking}; use bf16, or auto.")
-
-
-def _check_verify(recipe: Recipe, strategy: str, device: str) -> None:
-    """Check that a step can be computed again bit for bit from a checkpoint, if that is wanted."""
-    if (every := recipe.verify.every) is None:
-        return
-    lacks = {
-        "compares whole replicas, and parallel.strategy=fsdp has none; use parallel.strategy=ddp": strategy == "fsdp",
-        f"compares bits, which {device} repeats only with train.deterministic=true; set it": (
-            device != "cpu" and not recipe.train.deterministic
-        ),
-        "computes steps again from checkpoints, and checkpoint.every=off saves none; set it": (
-            recipe.checkpoint.every is None
-        ),
-    }
-    if problem := next((each for each, applies in lacks.items() if applies), None):
-        raise setting_error("verify.every", every, f"{problem}, or leave verify.every out.")
 
 
 def _explain_steps(recipe: Recipe, data: DataFacts, epochs: Epochs, total: int) -> dict[str, str]:

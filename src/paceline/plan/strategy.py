@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from paceline.errors import RecipeError, setting_error
 from paceline.optimizers import OF_MATRICES, RULES
 from paceline.parsing.units import format_bytes
-from paceline.plan.facts import NetworkFacts, ParameterNumbers
+from paceline.plan.facts import MachineFacts, NetworkFacts, ParameterNumbers
 from paceline.recipe.layers import either
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Optimizer
@@ -22,8 +22,8 @@ def choose_strategy(
     recipe: Recipe,
     world_size: int,
     parts: Sequence[int],
-    network: NetworkFacts | None = None,
-    memory_bytes: int | None = None,
+    network: NetworkFacts | None,
+    machine: MachineFacts,
 ) -> tuple[str, dict[str, str]]:
     """Choose the strategy, with reasons by dotted key.
 
@@ -32,7 +32,7 @@ def choose_strategy(
         world_size: Processes.
         parts: Micro-batches of a step over all processes, for each batch size.
         network: Facts of the network; without them ``auto`` is ``ddp`` with several processes, and may become ``fsdp``.
-        memory_bytes: Memory of each process's device; None if unknown.
+        machine: The machine.
 
     Raises:
         RecipeError: If the requested one does not fit the processes or the rest of the recipe.
@@ -51,11 +51,14 @@ def choose_strategy(
         strategy = requested
     else:
         numbers = None if network is None else network.parameters
-        strategy, reasons["parallel.strategy"] = choose_automatically(recipe, numbers, world_size, memory_bytes)
+        strategy, reasons["parallel.strategy"] = choose_automatically(
+            *(recipe, numbers, world_size, machine.memory_bytes)
+        )
     if strategy == "fsdp":
         check_sharding(recipe, world_size)
     if network is not None:
         _check_noise_scale(recipe, strategy, min_parts=min(parts))
+    _check_verify(recipe, strategy, machine.device)
     return strategy, reasons
 
 
@@ -191,6 +194,20 @@ def _check_noise_scale(recipe: Recipe, strategy: str, *, min_parts: int) -> None
             f"compares the gradients of a step's micro-batches, and here a step is one micro-batch of {batch} samples; "
             f"{remedy}or leave it off and run `paceline noise-scale`, which splits the batch itself.",
         )
+
+
+def _check_verify(recipe: Recipe, strategy: str, device: str) -> None:
+    """Check that a step can be computed again bit for bit from a checkpoint, if that is wanted."""
+    if (every := recipe.verify.every) is None:
+        return
+    varies = device != "cpu" and not recipe.train.deterministic
+    lacks = {
+        "compares whole replicas, and parallel.strategy=fsdp has none; use parallel.strategy=ddp": strategy == "fsdp",
+        f"compares bits, which {device} repeats only with train.deterministic=true; set it": varies,
+        "needs checkpoints, and checkpoint.every=off saves none; set it": recipe.checkpoint.every is None,
+    }
+    if problem := next((each for each, applies in lacks.items() if applies), None):
+        raise setting_error("verify.every", every, f"{problem}, or leave verify.every out.")
 
 
 def optimizer_state_numbers(optimizer: Optimizer) -> int:

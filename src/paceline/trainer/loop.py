@@ -34,9 +34,9 @@ def _fit(run: Run, batches: Iterator[Batch]) -> str:
     while not ending:
         stepped = train_step(run, batches)
         progress.advance(stepped=stepped)
-        verifier.keep()
         run.guard.report(run.collectives, run.recorder, run.last_good)
         run.clock.end_step(plan.step_samples(progress.position - 1), run.load)
+        batches = verifier.after_step(batches)
         run.display.advance(progress.step)
         run.callbacks("on_step_end", progress.step)
 
@@ -50,8 +50,6 @@ def _fit(run: Run, batches: Iterator[Batch]) -> str:
         ending = run.ending(agreed)
         if ending == "patience" and not run.due("log"):
             write_step(run)  # the last record; the plan could not foresee that the run ends here
-        if verifier.check():
-            batches = run.train_batches()
         if run.checkpoint_due(agreed) or ending:
             run.heartbeat.enter("save")
             save_checkpoint(run)

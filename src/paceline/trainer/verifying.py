@@ -21,6 +21,7 @@ import torch
 from paceline.checkpoint.manifest import read_components
 from paceline.checkpoint.state import Component, HostCopies, OptimizerComponent
 from paceline.checkpoint.store import step_of
+from paceline.data.batch import Batch
 from paceline.distributed.strategy import ControlFlags
 from paceline.errors import CheckpointError, TrainingError
 from paceline.telemetry.clock import build_step_clock
@@ -59,24 +60,30 @@ class StepVerifier:
         self._copies = HostCopies()
         self._is_on = run.plan.verify_every_steps is not None
 
-    def keep(self) -> None:
-        """After a step, keep its digests if it is the first after a save."""
-        run, path = self._run, self._run.directory.checkpoints / self._run.saved_name
-        if self._is_on and run.progress.position == run.saved_position + 1 and (step := step_of(path)) is not None:
-            self._step = KeptStep(run.saved_name, step, run.saved_position, self._digests())
+    def after_step(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Keep the digests of the first step after a save; if a check is due, compute that step again; a collective.
 
-    def check(self) -> bool:
-        """If a check is due and there is a step to check, compute it again; a collective.
+        Called before an evaluation, which gives all processes the first one's buffers.
 
         Returns:
-            Whether the stream of batches was ended, and must be opened again.
+            The stream of batches; a check ends it, and opens another.
 
         Raises:
             TrainingError: On every process, if the step's result differs from that of the training.
         """
-        run, kept = self._run, self._step
-        if not self._is_on or kept is None or not run.due("verify"):
-            return False
+        run = self._run
+        if not self._is_on:
+            return batches
+        path = run.directory.checkpoints / run.saved_name
+        if run.progress.position == run.saved_position + 1 and (step := step_of(path)) is not None:
+            self._step = KeptStep(run.saved_name, step, run.saved_position, self._digests())
+        if self._step is None or not run.due("verify"):
+            return batches
+        return run.train_batches() if self._check(self._step) else batches
+
+    def _check(self, kept: KeptStep) -> bool:
+        """Compute a step again; returns whether the stream of batches was ended."""
+        run = self._run
         run.heartbeat.enter("verify")
         finish_saving(run)
         with run.clock.paused():

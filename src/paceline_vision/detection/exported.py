@@ -25,7 +25,7 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import boxes as box_ops
 
 from paceline.checkpoint.weights import SavedWeights
-from paceline.data.image.decode import Pixels
+from paceline.data.image.pillow_pixels import Pixels
 from paceline.data.slices import evenly_spaced
 from paceline.errors import DataError, ModelError
 from paceline.tasks.exportable import Difference, Exportable, Input, normalisation

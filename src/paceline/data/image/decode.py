@@ -365,7 +365,7 @@ def image_header(
 
 def exceeds_limit(content: bytes, formats: tuple[str, ...]) -> bool:
     """Whether the header of a file's content says more pixels than Pillow opens."""
-    _mute_pillow()
+    mute_pillow()
     try:
         Image.open(io.BytesIO(content), formats=formats).close()
     except Image.DecompressionBombError:
