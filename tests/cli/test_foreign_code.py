@@ -29,6 +29,7 @@ def make(*arguments, num_classes, in_channels):
 # What stands for a run, a recipe, or weights among the arguments of commands; those with none of these open none.
 TAKES_RUN = {"recipe", "target", "targets", "source", "run", "run_dir", "runs", "a", "b"}
 TAKES_NONE = {"overrides", "sources", "destination", "pattern", "name", "arguments", "action", "shell", "number", "key"}
+GIVEN = {"sample": "a-file.jpg"}  # before a run
 TAKES_NONE |= {"folder", "file", "trainer"}  # of labs, whose notebooks are one's own
 REQUIRED = {
     "--batch-sizes": "32",
@@ -66,7 +67,7 @@ def _commands() -> list[tuple[tuple[str, ...], click.Command]]:
 
 def _takes_run(command: click.Command) -> bool:
     names = {each.name for each in command.params if isinstance(each, click.Argument)}
-    assert names <= TAKES_RUN | TAKES_NONE, f"say what {names} of {command.name} are"
+    assert names <= TAKES_RUN | TAKES_NONE | GIVEN.keys(), f"say what {names} of {command.name} are"
     return bool(names & TAKES_RUN)
 
 
@@ -78,7 +79,7 @@ def _words(words: tuple[str, ...], command: click.Command, target: str) -> list[
     filled = [*words]
     for each in command.params:
         if isinstance(each, click.Argument):
-            filled += [target] if each.name in TAKES_RUN else []
+            filled += [target] if each.name in TAKES_RUN else [GIVEN[each.name]] if each.name in GIVEN else []
         elif each.required:
             filled += [each.opts[0]] if getattr(each, "is_flag", False) else [each.opts[0], REQUIRED[each.opts[0]]]
     return [*filled, *MORE.get(words[-1], ())]

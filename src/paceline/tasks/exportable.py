@@ -20,7 +20,7 @@ _MEAN_OVER_STD = 10_000.0  # above it, fp32 keeps fewer than three digits of the
 _TRIED = (1, 2, 5)
 
 
-class Difference(float):
+class OutputDifference(float):
     """The largest difference between the outputs of an exported model and of its network.
 
     Attributes:
@@ -29,7 +29,7 @@ class Difference(float):
 
     where: str
 
-    def __new__(cls, largest: float, where: str = "in the logits") -> Difference:
+    def __new__(cls, largest: float, where: str = "in the logits") -> OutputDifference:
         """Return the number with its words."""
         difference = super().__new__(cls, largest)
         difference.where = where
@@ -116,7 +116,7 @@ class Exportable:
             for each in self.inputs
         )
 
-    def compare(self, other: Any, *, what: str, tolerance: float = TOLERANCE) -> Difference:
+    def compare(self, other: Any, *, what: str, tolerance: float = TOLERANCE) -> OutputDifference:
         """Compare an exported model with its network at several batch sizes.
 
         Args:
@@ -157,7 +157,7 @@ class Exportable:
                     f"{float(expected.abs().max()):.2g}); nothing was written. Use --format safetensors."
                 )
             largest = max(largest, difference)
-        return Difference(largest)
+        return OutputDifference(largest)
 
 
 class _InUnits(nn.Module):

@@ -394,7 +394,10 @@ class Subject(contextlib.ExitStack[bool | None]):
                 "affinity": None if self.cores is None else self.cores.reason,
                 "cuda": torch.version.cuda,
                 "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-                "code": code_digests((*named_code(recipe), type(self.task).__module__)),
+                # A program with its own loop has no task.
+                "code": code_digests(
+                    (*named_code(recipe), type(self.task).__module__ if "task" in vars(self) else "__main__")
+                ),
                 "float32_matmul": torch.get_float32_matmul_precision(),
                 "cudnn_tf32": torch.backends.cudnn.allow_tf32,
                 "world_size": self.world.world_size,

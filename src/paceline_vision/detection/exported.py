@@ -28,7 +28,7 @@ from paceline.checkpoint.weights import SavedWeights
 from paceline.data.image.pillow_pixels import Pixels
 from paceline.data.slices import evenly_spaced
 from paceline.errors import DataError, ModelError
-from paceline.tasks.exportable import Difference, Exportable, Input, normalisation
+from paceline.tasks.exportable import Exportable, Input, OutputDifference, normalisation
 from paceline_vision.detection.dataset import BoxDataset, read_fitting
 from paceline_vision.detection.pipeline import as_tensor
 
@@ -235,7 +235,7 @@ class ExportableDetector(Exportable):
     plain: PreparedDetector
     pictures: tuple[Tensor, ...]
 
-    def compare(self, other: Any, *, what: str, tolerance: float = _SCORES) -> Difference:
+    def compare(self, other: Any, *, what: str, tolerance: float = _SCORES) -> OutputDifference:
         """Compare what is found in the held-out pictures; raises ModelError if it differs."""
         worst, count = (0.0, 0.0), 0
         for number, picture in enumerate(self.pictures):
@@ -255,7 +255,7 @@ class ExportableDetector(Exportable):
                 "train longer, or use --format safetensors."
             )
         _, _, height, width = self.inputs[0].sizes
-        return Difference(
+        return OutputDifference(
             worst[0],
             f"in the scores and {worst[1]:.1e} pixels in the boxes of {count:,} detections in {len(self.pictures)} "
             f"held-out pictures, fitted into {width}x{height} pixels",

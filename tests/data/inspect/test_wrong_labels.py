@@ -42,7 +42,7 @@ def test_labels_of_texts_are_not_reviewed_as_files() -> None:
     row = {"id": 1, "sample": "rows.jsonl, line 2", "given": "a", "suggested": "b", "score": 0.9, "probability": 0.9}
     shares: Any = {"checked": {"validation": 20}, "agreement": {"validation": 0.9}, "findable": {"validation": 0.5}}
     labels = WrongLabels(run="run", found=(WrongLabel(split="validation", **row),), pictures={}, **shares)
-    said = " ".join(map(str, _lines(None, labels)))
+    said = " ".join(map(str, _lines(None, labels, verbose=False, following="")))
     assert "look at them with --output DIR" in said
     assert "review" not in said
 
