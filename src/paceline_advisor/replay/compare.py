@@ -226,7 +226,8 @@ def compare_records(
         for name in {**was, **now} if tolerance is None else _TOLERATED:
             if not _is_close(was.get(name), now.get(name), tolerance):
                 step = int(now["step"])
-                cause = f"{what} of step {step} says {name}={was.get(name)}, and {now.get(name)} was computed again"
+                where = "in the other run" if shared else "was computed again"
+                cause = f"{what} of step {step} says {name}={was.get(name)}, and {now.get(name)} {where}"
                 return RecordFound(step=step, position=position, kind=kind, name=name, cause=cause)
     return None
 
