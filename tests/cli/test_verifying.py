@@ -33,6 +33,8 @@ class Faulty(paceline.ImageClassification):
         if FAULT == "loss" and where == (STEP, RANK) and has_begun and not done:
             done.add(where)
             loss = loss * (1 + 2 ** -20)
+        if FAULT == "chip" and where == (STEP, RANK) and has_begun:
+            loss = loss * (1 + 2 ** -20)
         if FAULT == "always":
             loss = loss * (1 + torch.rand((), generator=noise) * 2 ** -10)
         return loss
@@ -128,10 +130,11 @@ def test_a_silent_fault_ends_the_run_with_the_last_good_checkpoint(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fault", ["loss", "chip"])
 def test_a_fault_of_one_of_two_processes_is_found_by_the_other(
-    paceline_command: Call, folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+    paceline_command: Call, folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, fault: str
 ) -> None:
-    monkeypatch.setenv("FAULT", "loss")
+    monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("AT", str(rank))
     call = ("train", "digits", "task=faulty:Faulty", *KEYS, "--processes", 2, "--run-dir", "run")
     assert "step 9, computed again from step-00000008, differs on rank" in paceline_command(*call).ended(1).err
