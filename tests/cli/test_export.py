@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,21 @@ def test_what_is_written_is_said(paceline_here: Call, finished: Path, tmp_path: 
     ).document
     assert message["bytes"] == (tmp_path / "new" / "b.safetensors").stat().st_size
     assert message["format"] == "safetensors"
+
+
+def test_the_digest_is_that_of_the_weights_alone(paceline_here: Call, tmp_path: Path, tiny: tuple[str, ...]) -> None:
+    """Whatever the history of a run, of which the file's header tells."""
+    train = ("train", "digits", *tiny, "train.duration=4 steps", "--run-dir")
+    paceline_here(*train, "whole").ended(0)
+    paceline_here(*train, "parts", "--until", "2 steps").ended(75)
+    paceline_here(*train, "parts").ended(0)
+    digests = []
+    for run in ("whole", "parts"):
+        document = paceline_here("export", run, "--output", f"{run}.safetensors", "--json").ended(0).document
+        summary = json.loads((tmp_path / run / "summary.json").read_text())
+        assert document["weights_sha256"] == summary[f"{document['weights'].replace('model', 'weights')}_sha256"]
+        digests.append(document["weights_sha256"])
+    assert digests[0] == digests[1]
 
 
 @pytest.fixture

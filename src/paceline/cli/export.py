@@ -98,6 +98,7 @@ class Export:
 
     def _written(self, output: Path) -> tuple[dict[str, Any], list[str]]:
         """Write the weights; return the facts, and lines about the output and about its comparison."""
+        from paceline.checkpoint.weights import weights_sha256
         from paceline.inference.export import ExportRequest, export
 
         options = {key: value for key, value in vars(self).items() if key not in ("output", "push", "yes")}
@@ -105,11 +106,13 @@ class Export:
         size = written.size_bytes / 2**20
         tensors = f"{len(written.saved.plain)} tensors of the {written.saved.weights} weights, {size:.1f} MiB"
         lines = [f"{output}: {tensors}{f' in {self.quantize}' if self.quantize else ''}"]
-        lines += [f"  {line}" for line in _checks(written, self.form)]
+        digest = weights_sha256(written.saved.state)
+        lines += [f"  {line}" for line in (*_checks(written, self.form), f"weights_sha256 {digest}")]
         document: dict[str, Any] = {
             "output": str(output),
             "format": self.form,
             "weights": written.saved.weights,
+            "weights_sha256": digest,
             "bytes": written.size_bytes,
             "largest_difference": written.largest_difference,
         }
