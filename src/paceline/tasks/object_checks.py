@@ -104,7 +104,7 @@ def naming_samples(objects: Objects) -> Iterator[None]:
         yield
     except TrainingError as error:
         text = str(error)
-        samples = objects.held_out if "validation" in text else objects.train_set
+        samples = objects.held_out if "held-out" in text else objects.train_set
         if samples is None or not _NOT_FINITE.search(text):
             raise
         ids = error.value if isinstance(error.value, list) else range(len(samples))
