@@ -105,7 +105,7 @@ def test_a_plan_for_a_deadline(paceline_here: Call) -> None:
     assert plan["chosen"]["hours_at_worst"] <= 2
     assert plan["chosen"]["learning_rate"] == plan["recipe_learning_rate"] == 0.2
     shown = paceline_here(*PLAN, "--deadline", "120m")
-    assert "Everything else is predicted" in shown.out
+    assert "Predicted: the rest." in shown.out
     assert "learning rate" in shown.out
 
 
