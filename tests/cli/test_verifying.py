@@ -109,10 +109,11 @@ def test_checks_change_no_bit_of_several_processes(
     assert incidents("checked") == []
 
 
+@pytest.mark.parametrize("more", [(), ("optimizer.name=adamw", "optimizer.lr=0.01")], ids=["SGD", "AdamW"])
 def test_a_silent_fault_ends_the_run_with_the_last_good_checkpoint(
-    paceline_command: Call, folder: Path, monkeypatch: pytest.MonkeyPatch
+    paceline_command: Call, folder: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
 ) -> None:
-    call = ("train", "digits", "task=faulty:Faulty", *KEYS, "--run-dir", "run")
+    call = ("train", "digits", "task=faulty:Faulty", *KEYS, *more, "--run-dir", "run")
     monkeypatch.setenv("FAULT", "loss")
     ended = paceline_command(*call).ended(1)
     assert "step 9, computed again from step-00000008, differs on rank 0" in ended.err
@@ -124,7 +125,7 @@ def test_a_silent_fault_ends_the_run_with_the_last_good_checkpoint(
     )
     monkeypatch.setenv("FAULT", "")
     paceline_command(*call).ended(0)
-    paceline_command("train", "digits", "task=faulty:Faulty", *KEYS, "--run-dir", "whole").ended(0)
+    paceline_command(*call[:-1], "whole").ended(0)
     assert weights("run") == weights("whole")
 
 

@@ -1,4 +1,4 @@
-"""Detectors in other programs: what they find is what the network finds, and what cannot be exported is refused."""
+"""Exported detectors find the same objects as the network; networks that cannot be exported are refused."""
 
 from __future__ import annotations
 

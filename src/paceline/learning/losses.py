@@ -305,7 +305,7 @@ def _of_numbers(answer: Tensor, target: Tensor) -> tuple[int, dict[str, Tensor]]
 
 
 def _parts(rows: Tensor) -> Iterator[slice]:
-    """Yield parts of many rows, of which a copy is small beside what the loss itself keeps of them."""
+    """Yield parts of many rows, so that a copy of one needs much less memory than the loss itself."""
     count = len(rows)
     size = -(-count // max(1, min(_MOST_PARTS, count, rows.numel() // _FEW_NUMBERS)))
     for begin in range(0, count, max(size, 1)):

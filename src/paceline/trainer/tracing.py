@@ -102,7 +102,7 @@ class StepTracer(Listener):
         self._note("forward", name, "output", tensors)
         for each in tensors:
             if each.requires_grad:
-                each.register_hook(partial(self._got_gradient, name))  # type: ignore[no-untyped-call]  # torch
+                each.register_hook(partial(self._got_gradient, name))  # type: ignore[no-untyped-call]  # torch has no types here
 
     def _got_gradient(self, name: str, gradient: Tensor) -> None:
         self._note("backward", name, "gradient of the output", [gradient])

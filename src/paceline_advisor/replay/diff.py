@@ -33,7 +33,7 @@ from paceline_advisor.replay.points import Point, Stretch, folder_of, points_of
 from paceline_advisor.replay.trace import Trace, Where, find, first_other_step, other_settings
 from paceline_advisor.replay.verify import CannotTellError, held
 
-# A stretch of so many steps is noted in detail at once; of a longer one, only the step that differs.
+# Shorter stretches are recorded in detail at once; of longer ones, only the step that differs.
 _FEW_STEPS = 32
 _RUNS = ("first", "second")
 _OF_COMPUTATION = ("output", "loss", "random generator")
@@ -50,7 +50,7 @@ class DiffReport:
         checkpoint: The last equal checkpoint that both have; 0 for the start.
         last_equal: The last step that is known to be equal.
         first_different: The first step that is known to differ.
-        where: The first difference within that step, as far as it is known.
+        where: The first known difference within that step.
         causes: Possible causes, the likeliest first.
         found: What was compared, and the result of each comparison.
         replayed: Why the steps were not computed again; empty if they were, or if that was not needed.

@@ -186,7 +186,7 @@ def _data(run: RunDirectory, tree: Json, environment: Json, unknown: list[str]) 
 
 
 def _licences(path: Any) -> Iterator[tuple[str, str]]:
-    """Yield the licence texts beside the data and their names, and what data cards state."""
+    """Yield the names and texts of licence files in the data's folder, and the licences that data cards state."""
     if not isinstance(path, str) or "://" in path:
         return
     place = Path(path).expanduser()

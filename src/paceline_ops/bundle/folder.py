@@ -205,5 +205,5 @@ def _score(origin: WeightsOrigin) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Return text that Markdown shows as it is."""
+    """Return text in which no character has a meaning in Markdown."""
     return _MARKUP.sub(r"\\\1", html.escape(one_line(text), quote=False))
