@@ -20,7 +20,7 @@ from paceline.checkpoint.store import step_of
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, StoppedError, TrainingError, without_frames
 from paceline.host.processes import ProcessGroup, received_signals, without_rank_variables
-from paceline.host.world import STOP_SIGNALS
+from paceline.host.system import STOP_SIGNALS
 from paceline.plugins.references import trusting_code
 from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, to_yaml
 from paceline.records.reader import beyond_until

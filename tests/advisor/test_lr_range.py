@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import paceline
 from paceline.errors import DataError, PacelineError, RecipeError, TrainingError
-from paceline.host.world import STOP_SIGNALS
+from paceline.host.system import STOP_SIGNALS
 from paceline.pages.shown import write_result
 from paceline.recipe.load import load_recipe
 from paceline_advisor.commands import Sweep

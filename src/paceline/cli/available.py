@@ -87,6 +87,7 @@ class Environment:
         from paceline.data.image.decode import describe_decoder
         from paceline.data.image.pipeline import available_backends
         from paceline.distributed.device import available_devices, choose_device, describe_machine
+        from paceline.host.system import lacking
         from paceline.host.world import World
         from paceline.records.environment import capture_environment
 
@@ -108,6 +109,7 @@ class Environment:
             },
             "arithmetic": {name: machine.lacks.get(name, "available") for name in ("bf16_products", "tf32", "fp8")},
             "jpeg_decoder": describe_decoder(),
+            "left_out": lacking(),
             "default_precision": {
                 "name": "bf16" if machine.fast_bf16 else "fp32",
                 "reason": machine.reasons["fast_bf16"],
@@ -119,6 +121,7 @@ class Environment:
             "memory_bytes": "unknown to the system" if memory is None else f"{memory} ({format_bytes(memory)})",
             "git": document["git"] or "no repository here",
             "extras": {extra.name: _in_words(extra) for extra in EXTRAS},
+            "left_out": document["left_out"] or "nothing: this system has flock, fork and SIGUSR1",
         }
         blocks: list[Any] = []
         for name, value in shown.items():

@@ -9,7 +9,6 @@ import gc
 import io
 import itertools
 import os
-import resource
 import select
 import sys
 import threading
@@ -22,6 +21,7 @@ from paceline.cli.commands import ALIASES, OPEN_GROUPS, command_of, listing, ref
 from paceline.cli.output import EXIT_CODE, echo
 from paceline.cli.streams import discard_output, final_exit_code, wrap_streams
 from paceline.errors import PacelineError, did_you_mean
+from paceline.host.system import address_space_limit
 from paceline.parsing.units import format_bytes
 from paceline.plugins.extras import missing_library
 from paceline.plugins.loading import loading
@@ -184,11 +184,9 @@ def _machine_limit(error: Exception) -> str:
         return f"{error}; give another path."
     if isinstance(error, OSError) and str(error.filename).startswith("/dev/shm/"):
         return f"/dev/shm, which processes share memory in: {error.strerror}; mount it writable, with more space."
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    limit = address_space_limit()
     symptoms = ("failed to map segment", "can't allocate memory", "can't start new thread")
-    if limit != resource.RLIM_INFINITY and (
-        isinstance(error, MemoryError) or any(symptom in str(error) for symptom in symptoms)
-    ):
+    if limit is not None and (isinstance(error, MemoryError) or any(symptom in str(error) for symptom in symptoms)):
         return (
             f"this process may use {format_bytes(limit)} of address space (ulimit -v), which is not enough ({error}); "
             "raise the limit."

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TextIO
 
+from paceline.host.system import existing_signals
+
 _READ, _WRITE = os.O_RDONLY, os.O_WRONLY
 
 
@@ -106,7 +108,7 @@ def final_exit_code(code: int) -> int:
     return code or int(lost)
 
 
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = existing_signals("SIGTERM", "SIGHUP")
 
 
 @contextlib.contextmanager

@@ -31,7 +31,8 @@ from paceline.command import Overrides, RecipeName, Shape, command
 from paceline.errors import PacelineError, RunDirectoryError, StoppedError
 from paceline.host.machine import available_cores
 from paceline.host.processes import ProcessGroup, received_signals
-from paceline.host.world import COMMAND_VARIABLE, STOP_SIGNALS
+from paceline.host.system import STOP_SIGNALS
+from paceline.host.world import COMMAND_VARIABLE
 from paceline.parsing.units import counted, format_bytes, format_count, format_metric, format_seconds, metric_title
 from paceline.plugins.loading import loading
 from paceline.plugins.references import is_code_trusted, is_reference, trusting_code

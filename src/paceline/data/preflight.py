@@ -105,7 +105,7 @@ def _shared_memory(loading: Loading, path: Path) -> tuple[str, str]:
     """Return the error and the warning about too little shared memory."""
     try:
         status = os.statvfs(path)
-    except OSError:
+    except (OSError, AttributeError):
         return "", ""  # a system that keeps it elsewhere
     if not os.access(path, os.W_OK):
         return (

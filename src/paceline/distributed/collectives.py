@@ -14,8 +14,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import closing, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -25,20 +25,11 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 from paceline.distributed.environment import LaunchEnvironment
 from paceline.distributed.local_launch import report_error
 from paceline.errors import LaunchError, OtherProcessError, PacelineError, StoppedError
-from paceline.host.world import STOP_SIGNALS, World
+from paceline.host.system import STOP_SIGNALS, blocked_signals
+from paceline.host.world import World
 
 # The peers may be about to arrive: then the run stops in order, after its first step.
 _GRACE_SECONDS = 3.0
-
-
-@contextmanager
-def block_stop_signals() -> Iterator[None]:
-    """Block stop signals in other threads: torch prints a stack if one interrupts its wait."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 class ExitOnSignal:
@@ -306,7 +297,7 @@ def join(
     elif world.world_size > 1:
         timeout = dt.timedelta(seconds=timeout_seconds)
         try:
-            with closing(ExitOnSignal(world)), block_stop_signals():
+            with closing(ExitOnSignal(world)), blocked_signals():
                 # A URL, or the store of torchrun's agent.
                 store = None if launch.store is None else agents_store(launch.store, world, timeout=timeout)
                 torch.distributed.init_process_group(

@@ -34,7 +34,8 @@ from paceline.errors import (
     TrainingError,
 )
 from paceline.host.processes import LOADER_GRACE_SECONDS, Child, ProcessGroup, WaitResult, received_signals
-from paceline.host.world import COMMAND_VARIABLE, STOP_SIGNALS
+from paceline.host.system import STOP_SIGNALS
+from paceline.host.world import COMMAND_VARIABLE
 from paceline.parsing.plain_text import one_line, printable
 from paceline.storage.addresses import redact_secrets
 

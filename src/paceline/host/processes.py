@@ -200,7 +200,7 @@ class ProcessGroup:
         by_group = not can_find_descendants() or not self.grace_seconds
         for child in self.children:
             # The id of a reaped child may now belong to another process; its descendants are found below.
-            if by_group and (child.code is None or not can_find_descendants()):
+            if hasattr(os, "killpg") and by_group and (child.code is None or not can_find_descendants()):
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.process.pid, signal.SIGKILL)
             child.process.kill()

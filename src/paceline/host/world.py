@@ -6,12 +6,8 @@ Rank and world size are passed as this value, not queried from a process group, 
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
 
-# Signals that request a stop, whichever of the run's processes they reach: launchers forward them, ranks finish their
-# step, and loader processes, which also receive them from a terminal or a scheduler, leave them to the ranks.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # The command line that a user typed, for the ranks that it starts, which record it.
 COMMAND_VARIABLE = "PACELINE_COMMAND"
 

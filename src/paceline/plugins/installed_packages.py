@@ -83,7 +83,8 @@ def _read_own(path: Path) -> bytes:
     """Read a file that only this user can have written; raises OSError."""
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
-        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        # Windows knows neither owners nor modes: there, the folder's own permissions protect it.
+        if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
             raise PermissionError(path)
         return file.read()
 

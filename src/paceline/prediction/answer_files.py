@@ -8,7 +8,6 @@ written last); running it again overwrites the partial file.
 from __future__ import annotations
 
 import csv
-import fcntl
 import itertools
 import os
 from abc import ABC, abstractmethod
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.errors import DataError, PacelineError
+from paceline.host.system import lock_file
 from paceline.parsing.plain_text import csv_cell, utf8
 from paceline.prediction.predictor import PLURALS, Predictor
 from paceline.records.run_directory import encode_json, sync_directory
@@ -179,7 +179,7 @@ def answer_file(path: Path, predictor: Predictor) -> Iterator[AnswerWriter]:
     try:
         with open(partial, "ab") as lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(lock, wait=False)
             except BlockingIOError:
                 raise DataError(
                     f"--output={path}: another command is writing it; give another name.", path=path

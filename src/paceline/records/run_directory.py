@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import RunDirectoryError
+from paceline.host.system import FOLDER
 from paceline.parsing.files import refuse_special_outputs, special_kind
 from paceline.parsing.plain_text import utf8
 
@@ -345,7 +346,9 @@ def write_identity(directory: RunDirectory, identity: Identity) -> None:
 
 def sync_directory(path: Path) -> None:
     """Make created, renamed and removed names in a directory durable."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    if not FOLDER:  # a system that cannot open folders flushes their names itself
+        return
+    handle = os.open(path, os.O_RDONLY | FOLDER)
     try:
         os.fsync(handle)
     finally:

@@ -8,7 +8,6 @@ twice or evicting a copy that another process reads. The kernel releases them wh
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import StorageError
+from paceline.host.system import lock_file
 from paceline.parsing.plain_text import load_json
 from paceline.parsing.units import format_bytes
 from paceline.storage.addresses import Address, is_address, parse_address
@@ -161,7 +161,7 @@ class Cache:
                 descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
                 locks.callback(os.close, descriptor)
                 try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    lock_file(descriptor, wait=False)
                 except OSError:
                     return False
             evicted = path.with_name(f"{_EVICTED}{path.name}-{os.getpid()}")
@@ -253,7 +253,7 @@ def _mark_in_use(path: Path) -> None:
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     # On a file system without locks nothing is evicted: the exclusive lock cannot be taken there either.
     with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        lock_file(descriptor, shared=True)
     _lock_descriptors[path] = descriptor
 
 
@@ -262,10 +262,10 @@ def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(descriptor, wait=False)
         except BlockingIOError:
             on_wait()
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock_file(descriptor)
         except OSError as error:
             raise StorageError(
                 f"{path.parent} is on a file system without locks ({error.strerror or error}), which processes need to "

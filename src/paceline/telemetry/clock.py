@@ -16,8 +16,6 @@ The peak memory of this process is read here, too.
 from __future__ import annotations
 
 import abc
-import resource
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -27,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, final
 
+from paceline.host.system import peak_memory
 from paceline.telemetry.meter import HOST, PHASES, WARMUP_STEPS, Load, LoadSums, StepSums, Totals
 
 _PAUSE = len(PHASES)
@@ -415,11 +414,7 @@ def peak_memory_bytes(device_type: str) -> int | None:
 
 def peak_resident_bytes() -> int:
     """Return the peak main memory of this process, without its children."""
-    # Avoid getrusage where possible: on Linux it starts at the peak of the parent that forked this process.
-    if resident := peak_resident_of("self"):
-        return resident
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others KiB
+    return peak_resident_of("self") or peak_memory()
 
 
 def peak_resident_of(process: int | str) -> int:

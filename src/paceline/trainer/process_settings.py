@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.backends import cuda
 
-from paceline.host.world import STOP_SIGNALS
+from paceline.host.system import STOP_SIGNALS
 
 # A launcher and a terminal may both deliver one request; a second signal counts only after this many seconds.
 _SAME_REQUEST_SECONDS = 1.0

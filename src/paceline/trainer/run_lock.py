@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import platform
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunDirectoryError
+from paceline.host.system import NO_LINK, lock_file
 from paceline.records.run_directory import RunDirectory, file_operation
 
 # How long a killed process may take to disappear, with all that it had started.
@@ -27,7 +27,7 @@ class RunLock:
         self._root, self._is_new = directory.root, is_new
         path = directory.root / ".lock"
         with file_operation("open", path):
-            self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
+            self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | NO_LINK)
         deadline = time.monotonic() + _DYING_SECONDS
         while not self._is_taken():
             holder = (read_if_present(path) or "").partition(",")[0]
@@ -41,11 +41,11 @@ class RunLock:
             )
         with contextlib.suppress(OSError):  # only for the message above
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, lock_owner().encode(), 0)
+            os.write(self._descriptor, lock_owner().encode())
 
     def _is_taken(self) -> bool:
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self._descriptor, wait=False)
         except BlockingIOError:
             return False
         except OSError:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.store import CheckpointStore, checkpoint_name
-from paceline.host.world import STOP_SIGNALS
+from paceline.host.system import STOP_SIGNALS
 from paceline.parsing.files import is_ignored
 from paceline.parsing.plain_yaml import yaml_line
 from paceline.recipe.load import load_recipe
@@ -215,6 +214,8 @@ def _disk_full(context: DrillContext, name: str) -> FaultedRun:
 
 def _file_limit(context: DrillContext, name: str) -> FaultedRun:
     def inject(launch: CommandProcess, _: Path) -> None:
+        import resource  # not on Windows, where a drill says so
+
         pid = launch.ranks()[0]
         hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, hard))

@@ -28,6 +28,7 @@ from paceline.data.image.sets.archives import find_archive
 from paceline.data.image.sets.image_folder import open_unread_test, unread_entries
 from paceline.data.image.source import BrokenImageError, Ids, JoinedSource, SampleSource
 from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.host.system import blocked_signals, existing_signals, forking, receive_signals
 from paceline.parsing.plain_yaml import yaml_line
 from paceline.plugins.dataset_registry import Pictures, annotated_at, detect_dataset, named
 from paceline.plugins.references import is_reference
@@ -281,8 +282,7 @@ Work = Callable[[range, Note], T]
 # Per process: large enough to amortise process starts, small enough to show progress.
 _LEAST_ITEMS, _MOST_ITEMS = 32, 256
 _PIECES = 8  # work items per worker
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_FORK = multiprocessing.get_context("fork")  # with fork, shared objects are neither pickled nor copied
+_STOP_SIGNALS = existing_signals("SIGINT", "SIGTERM", "SIGHUP")
 
 
 @dataclass(frozen=True)
@@ -304,10 +304,9 @@ class WorkerFailure:
 def _run_worker(work: Work[Any], piece: range, connection: Connection, current: Any) -> None:
     """Process a piece of work in a child process."""
     # A terminal sends SIGINT to all processes; the parent ends its children.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+    receive_signals(_STOP_SIGNALS)
     warnings.simplefilter("ignore")
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
@@ -341,21 +340,19 @@ def in_parallel(work: Work[T], items: int, *, workers: int) -> Iterator[WorkerRe
     size = min(max(_LEAST_ITEMS, items // (_PIECES * workers)), _MOST_ITEMS)
     waiting = deque(range(begin, min(begin + size, items)) for begin in range(0, items, size))
     running: dict[Any, tuple[range, Any, Any]] = {}
+    context = forking()
     try:
         while waiting or running:
             while waiting and len(running) < workers:
-                piece, current = waiting.popleft(), _FORK.RawValue("q", -1)
+                piece, current = waiting.popleft(), context.RawValue("q", -1)
                 current.value = piece.start
-                receiver, sender = _FORK.Pipe()
-                process = _FORK.Process(target=_run_worker, args=(work, piece, sender, current), daemon=True)
+                receiver, sender = context.Pipe()
+                process = context.Process(target=_run_worker, args=(work, piece, sender, current), daemon=True)
                 # Signals are blocked, or an interrupt could be lost: exceptions in Python's fork hooks are not
                 # propagated.
-                signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-                try:
+                with blocked_signals(_STOP_SIGNALS):
                     process.start()
                     running[receiver] = piece, process, current
-                finally:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
                 sender.close()
             for connection in wait(list(running)):
                 piece, process, current = running[connection]

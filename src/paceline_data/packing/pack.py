@@ -7,7 +7,6 @@ or the number of processes. One index of all shards and ``packed.json`` complete
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
@@ -43,6 +42,7 @@ from paceline.data.image.sets.packed import (
 from paceline.data.image.source import encoded_source
 from paceline.data.tables import require_pyarrow
 from paceline.errors import DataError
+from paceline.host.system import lock_file
 from paceline.parsing.plain_text import load_json
 from paceline.parsing.units import format_bytes, format_count
 from paceline.recipe.data import Data
@@ -405,7 +405,7 @@ def _locked(root: Path) -> Iterator[None]:
     """Prevent two commands from packing into one directory; the lock is released even after SIGKILL."""
     descriptor = os.open(root / UNFINISHED / _LOCK, os.O_CREAT | os.O_RDWR)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(descriptor, wait=False)
     except BlockingIOError:
         os.close(descriptor)
         raise DataError(

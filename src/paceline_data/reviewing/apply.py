@@ -7,7 +7,6 @@ moves the rest; the undo script, which is written first, moves everything back. 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import unicodedata
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path, PurePath
 
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.errors import DataError, PacelineError, data_error, did_you_mean
+from paceline.host.system import FOLDER, lock_file
 from paceline.parsing.files import free_name, is_folder, is_ignored, visible_entries
 from paceline.records.run_directory import file_operation
 from paceline_data.inspect.quarantine import UNDO, check_place, led_to, move_files
@@ -99,10 +99,10 @@ def apply_plan(plan: ReviewPlan, root: Path, *, version: int | None = None) -> A
 def _alone(root: Path) -> Iterator[None]:
     """Let no other process apply a plan to this folder, as far as its file system knows locks."""
     with file_operation("open", root, noun="folder"):
-        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(root, os.O_RDONLY | FOLDER)
     try:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock_file(descriptor)
         yield
     finally:
         os.close(descriptor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.command import Log
 from paceline.errors import DataError, PacelineError
+from paceline.host.system import forking
 from paceline.parsing.units import counted
 from paceline.storage.addresses import is_address
 
@@ -155,7 +155,7 @@ def in_a_child(function: Callable[[], Any]) -> Any:
     Raises:
         PacelineError: If the process is killed.
     """
-    context = multiprocessing.get_context("fork")
+    context = forking()
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_run, args=(function, sender))
     child.start()

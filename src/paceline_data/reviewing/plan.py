@@ -7,7 +7,6 @@ on the disk before it counts, so a kill loses at most the decision that is being
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
 from paceline.errors import DataError, VersionError
+from paceline.host.system import lock_file
 from paceline.parsing.files import refuse_special_inputs
 from paceline.parsing.plain_text import load_json
 from paceline.records.run_directory import file_operation, sync_directory
@@ -126,7 +126,7 @@ class ReviewPlan:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
                     refuse_special_inputs(self.path)
                     file = stack.enter_context(self.path.open("a+b"))
-                    fcntl.flock(file, fcntl.LOCK_EX)
+                    lock_file(file)
                     if os.path.exists(self.path) and os.path.samestat(os.stat(self.path), os.fstat(file.fileno())):
                         break
                 stack.close()  # it was applied while this process waited

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import fcntl
 import gzip
 import hashlib
 import json
@@ -33,6 +32,7 @@ from numpy.typing import NDArray
 from paceline.data.slices import SampleIds
 from paceline.errors import DataError
 from paceline.host.machine import cache_folder
+from paceline.host.system import lock_file
 from paceline.parsing.files import SkippedItems, has_extension, list_files, refuse_special_inputs
 from paceline.parsing.plain_text import load_json
 from paceline_recsys.dataset import ClickRows
@@ -262,7 +262,7 @@ def load_clicks(path: Path, cache: str, left_out: SkippedItems, *, max_broken: i
         lock = _open_lock(folders, path, cache, key)
         folder = Path(lock.name).with_name(f"clicks-{key}")
         with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until no other process is creating the same copy
+            lock_file(lock)  # until no other process is creating the same copy
             if _opened(folder) is None:
                 _convert(files, folder, max_broken)
         found = _opened(folder)

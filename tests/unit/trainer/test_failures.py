@@ -16,7 +16,7 @@ from torch import nn
 import paceline
 from paceline.data.batch import Batch
 from paceline.errors import RecipeError
-from paceline.host.world import STOP_SIGNALS
+from paceline.host.system import STOP_SIGNALS
 from paceline.trainer.process_settings import StopRequest
 
 Make = Callable[..., Any]

@@ -15,7 +15,7 @@ import torch
 
 import paceline
 from paceline.errors import RecipeError, RunDirectoryError, TrainingError
-from paceline.host.world import STOP_SIGNALS
+from paceline.host.system import STOP_SIGNALS
 
 Make = Callable[..., Any]
 

@@ -67,7 +67,7 @@ from paceline.data.preflight import SHARED_MEMORY
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.data.splits import Source
 from paceline.errors import DataError, LostWorkerError, OneProcessError
-from paceline.host.world import STOP_SIGNALS
+from paceline.host.system import STOP_SIGNALS, blocked_signals, receive_signals
 from paceline.parsing.units import format_bytes
 from paceline.recipe.data import Augment
 
@@ -479,7 +479,7 @@ class _WorkerState:
         """Set up worker number ``worker``; runs in its process."""
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        receive_signals()
         sys.excepthook = self._tell_unless_orphaned
         # Python's hook for subclasses; torch makes the queue, so that it cannot be one.
         multiprocessing.queues.Queue._on_queue_feeder_error = _put_failure  # type: ignore[attr-defined]  # noqa: SLF001
@@ -643,10 +643,9 @@ def _starting(workers: int) -> Iterator[None]:
     Raises:
         DataError: If there is no room for their semaphores, pipes or processes.
     """
-    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     others = multiprocessing.active_children()
     try:
-        with _quiet():
+        with blocked_signals(), _quiet():
             yield
     except OSError as error:
         for child in {*multiprocessing.active_children()} - {*others}:
@@ -658,8 +657,6 @@ def _starting(workers: int) -> Iterator[None]:
             f"{workers} loader process{'es' * (workers > 1)} (data.workers) cannot start: {error.strerror}; raise that "
             f"limit, give {SHARED_MEMORY} more space, or set data.workers=0."
         ) from None
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 @contextmanager

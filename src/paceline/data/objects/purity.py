@@ -9,7 +9,6 @@ no difference.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
@@ -183,6 +182,8 @@ def _serve(read: Callable[[KeyedReader], dict[str, Any]], reader: KeyedReader, s
 
 def _positions() -> dict[int, int]:
     """Return the positions in files that are open for reading."""
+    import fcntl  # Linux only, as this check is
+
     found = {}
     for file in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # not a file with positions, or closed meanwhile

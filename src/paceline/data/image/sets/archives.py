@@ -8,7 +8,6 @@ loaded, as identified by torchvision's digests. CIFAR-100 uses the fine labels.
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import hashlib
 import pickle
@@ -30,6 +29,7 @@ from paceline.data.image.sets import PART, SPLIT
 from paceline.data.image.sets.image_folder import open_image_folder
 from paceline.data.image.source import ArraySource, Image, with_channels
 from paceline.errors import DataError, StorageError, data_error
+from paceline.host.system import lock_file
 from paceline.plugins.dataset_registry import AnyOpener, Place, Size, dataset
 from paceline.storage.hub import limited_waits
 
@@ -374,7 +374,7 @@ def downloading(root: Path, name: str) -> Iterator[None]:
         root.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
             with suppress(OSError):  # a read-only folder, or one without locks: digests verify the files
-                fcntl.flock(held.enter_context(open(root / _LOCK, "ab")), fcntl.LOCK_EX)
+                lock_file(held.enter_context(open(root / _LOCK, "ab")))
             held.enter_context(limited_waits())
             yield
     except (OSError, RuntimeError, EOFError, StorageError) as error:
