@@ -24,7 +24,7 @@ def asks_for_a_kind_of_task(tree: ast.AST) -> list[int]:
         if isinstance(call.func, ast.Name)
         and call.func.id == "isinstance"
         and (getattr(call.args[0], "id", "") == "task" or getattr(call.args[0], "attr", "") == "task")
-        and getattr(call.args[1], "id", "") not in ("str", "Task")
+        and getattr(call.args[1], "id", "") not in ("str", "Task", "type")
     ]
 
 
@@ -34,6 +34,7 @@ def asks_for_a_kind_of_task(tree: ast.AST) -> list[int]:
         ("isinstance(task, ImageTask)", [1]),
         ("isinstance(self.task, (A, B))", [1]),
         ("isinstance(task, Task) or isinstance(task, str)", []),
+        ("isinstance(task, type)", []),
         ("type(task)", []),
     ],
 )
