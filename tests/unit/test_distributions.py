@@ -117,7 +117,8 @@ def test_the_wheel_holds_the_package_its_recipes_pages_and_the_licence(built: Bu
 def test_the_decoder_is_in_the_wheel_where_it_can_be_compiled(built: Built) -> None:
     if shutil.which("cc") is None or not Path("/usr/include/jpeglib.h").exists():
         pytest.skip("needs a C compiler and the headers of libjpeg-turbo")
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    limited = not sysconfig.get_config_var("Py_GIL_DISABLED")
+    suffix = ".abi3.so" if limited else sysconfig.get_config_var("EXT_SUFFIX")
     assert f"paceline/data/image/jpeg_region{suffix}" in built.in_wheel
 
 
@@ -147,3 +148,22 @@ def test_without_a_compiler_the_wheel_reads_pictures_with_pillow(tmp_path: Path)
     code = "from paceline.data.image.decode import describe_decoder; print(describe_decoder())"
     output = call(install(built.wheel, tmp_path) / "python", "-c", code, cwd=tmp_path)
     assert "the compiled decoder is not available" in output
+
+
+def test_two_builds_give_the_same_bytes_and_an_index_takes_them(tmp_path: Path) -> None:
+    for name in ("auditwheel", "twine"):
+        pytest.importorskip(name, reason=f"needs {name}")
+    if shutil.which("cc") is None or not Path("/usr/include/jpeglib.h").exists():
+        pytest.skip("needs a C compiler and the headers of libjpeg-turbo")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for name in ("first", "second"):
+        call(sys.executable, ROOT / "scripts" / "wheels", tmp_path / name, cwd=tmp_path, PATH=path)
+    first, second = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("first", "second")
+    )
+    assert first == second
+    assert sorted(name.split("-", 2)[-1].partition("_2")[0] for name in first) == [
+        "0.1.0.tar.gz",
+        "cp311-abi3-manylinux2014_x86_64.manylinux",
+        "py3-none-any.whl",
+    ]

@@ -20,6 +20,9 @@ class Report:
     The page shows curves, speed, memory, predictions, events and the recipe of the run directories RUN. The file is
     self-contained and loads nothing. The runs may be over, failed or under way; several are compared.
 
+    --bundle writes instead a zip file for a bug report: recipe, plan, records and versions, without data, weights,
+    secrets, or names of files and hosts. It lists them first.
+
     --timing prints instead how long each phase of a run's step takes, which ranks wait for which, and the bottleneck.
 
     Examples:
@@ -34,10 +37,17 @@ class Report:
         Shape(metavar="FILE.html"),
         "The page (default: report.html in the run directory; in the current directory for several runs).",
     ] = None
+    bundle: Annotated[bool, "Write a zip file for a bug report; write no page."] = False
     timing: Annotated[bool, "Print where one run's step time went; write no page."] = False
 
-    def run(self, _: Log) -> Result:
-        """Write the page, or read the timing."""
+    def run(self, log: Log) -> Result:
+        """Write the page or the bundle, or read the timing."""
+        if self.bundle:
+            if len(self.runs) > 1 or self.timing:
+                raise click.UsageError("--bundle is for one run, without --timing: give one RUN alone.")
+            from paceline.reports.bundle import write_bundle
+
+            return write_bundle(self.runs[0], self.output, log)
         if not self.timing:
             from paceline.reports.html.page import write_report
 

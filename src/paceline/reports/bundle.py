@@ -1,0 +1,137 @@
+"""`paceline report RUN --bundle`: a file for a bug report, without data, weights, secrets or names of files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paceline.command import Log
+from paceline.errors import RunDirectoryError
+from paceline.pages.shown import Document, Result, Shown
+from paceline.parsing.units import format_bytes
+from paceline.records.run_directory import encode_json, existing_run, file_operation
+
+_PARTS = ("recipe.yaml", "plan.json", "run.json", "environment.json", "events.jsonl", "summary.json")
+_PATH = re.compile(r"""[^\s"'=,;()\[\]{}<>|]*(?:/|\\)[^\s"',;()\[\]{}<>|]*""")
+# Of a path within a package, the module stays: bug reports are read for it.
+_MODULE = re.compile(r".*?((?:site-packages/|/src/)[\w./-]+\.py)$")
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+_SECRET_SHAPE = re.compile(r"\b(?:hf_|sk-|gh[oprsu]_|github_pat_|glpat-|AKIA|xox[abp]-)[\w-]{8,}")
+_NAMED = ("host", "directory", "command", "user", "path", "file", "folder", "annotations", "initialize_from", "teacher")
+_LEAST = 4  # characters of a secret or name that is looked for in other texts
+
+
+def write_bundle(run_dir: Path, output: Path | None, log: Log) -> Result:
+    """Name the files, then write them into a new archive.
+
+    Args:
+        run_dir: The run.
+        output: The archive; ``NAME-bundle.zip`` in the current directory by default.
+        log: Gets a line for each file before anything is written.
+
+    Raises:
+        RunDirectoryError: If there is no run, or the archive exists.
+    """
+    root = existing_run(run_dir).root
+    path = output or Path(f"{root.resolve().name}-bundle.zip")
+    if path.exists():
+        raise RunDirectoryError(f"{path} exists: remove it, or give another --output.")
+    with file_operation("read", root):
+        texts = {name: (root / name).read_text(encoding="utf-8") for name in _PARTS if (root / name).is_file()}
+    kept = _Private()
+    documents = {name: list(_documents(name, text)) for name, text in texts.items()}
+    for each in documents.values():
+        kept.learn(each)
+    files = {name: "".join(_written(name, kept.without(each)) for each in documents[name]).encode() for name in texts}
+    for name, content in files.items():
+        log(f"{name}  {format_bytes(len(content))}")
+    log("Paths, addresses, hosts, commands and secrets are replaced; names of classes and your recipe's values stay.")
+    with file_operation("write", path), zipfile.ZipFile(path, "x", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(f"{path.stem}/{name}", content)
+    size = path.stat().st_size
+    document = {"bundle": str(path), "bytes": size, "files": {name: len(content) for name, content in files.items()}}
+    return Document(document=document, shown=Shown(blocks=[f"{path} ({format_bytes(size)})"]))
+
+
+def _documents(name: str, text: str) -> Iterator[Any]:
+    if name.endswith(".yaml"):
+        yield yaml.safe_load(text)
+    elif name.endswith(".jsonl"):
+        for line in text.splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:  # a line that a kill cut off
+                yield {"unreadable_line": len(line)}
+    else:
+        yield json.loads(text)
+
+
+def _written(name: str, document: Any) -> str:
+    if name.endswith(".yaml"):
+        return yaml.safe_dump(document, sort_keys=False)
+    return encode_json(document) + "\n"
+
+
+@dataclass
+class _Private:
+    """What must not be in the bundle."""
+
+    secrets: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in os.environ.items():
+            if len(value) >= _LEAST and _SECRET_NAME.search(name):
+                self.secrets[value] = "(secret)"
+            elif len(value) >= _LEAST and name in ("USER", "LOGNAME"):
+                self.texts[value] = "(user)"
+
+    def learn(self, document: Any, key: str = "") -> None:
+        """Find values whose key says that they name a file, a folder, a host or a command."""
+        if isinstance(document, dict):
+            for name, value in document.items():
+                self.learn(value, str(name))
+        elif isinstance(document, list):
+            for value in document:
+                self.learn(value, key)
+        elif isinstance(document, str) and len(document) >= _LEAST and _is_private(key, document):
+            self.texts[document] = f"({key})"
+
+    def without(self, document: Any, key: str = "") -> Any:
+        """Return a document with names in the place of what is private."""
+        if isinstance(document, dict):
+            return {self._clean(str(name)): self.without(value, str(name)) for name, value in document.items()}
+        if isinstance(document, list):
+            return [self.without(value, key) for value in document]
+        if not isinstance(document, str):
+            return document
+        return f"({key})" if _is_private(key, document) else self._clean(document)
+
+    def _clean(self, text: str) -> str:
+        text = _SECRET_SHAPE.sub("(secret)", _replaced(text, self.secrets))
+        return _replaced(_PATH.sub(_short, text), self.texts)
+
+
+def _replaced(text: str, private: dict[str, str]) -> str:
+    for each in sorted(private, key=len, reverse=True):
+        text = text.replace(each, private[each])
+    return text
+
+
+def _is_private(key: str, value: str) -> bool:
+    named = key in _NAMED or key.endswith(("_path", "_file", "_dir", "_folder"))
+    return named and value not in ("", "off", "auto")
+
+
+def _short(found: re.Match[str]) -> str:
+    module = _MODULE.match(found[0])
+    return f"(path)/{module[1].lstrip('/')}" if module else "(path)"

@@ -1,0 +1,73 @@
+"""`report --bundle`: a file for a bug report that holds neither data nor weights, secrets or paths."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+TOKEN, PLACE = "x9-very-secret-value", "the-private-clinic"
+
+
+def paceline(*arguments: object, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline", *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run on private pictures, whose recipe and command name a path and a token."""
+    folder = tmp_path_factory.mktemp("home")
+    for name in ("left", "right"):
+        (folder / PLACE / name).mkdir(parents=True)
+        for number in range(12):
+            pixels = np.random.default_rng(number).integers(0, 255, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / PLACE / name / f"patient-{name}-{number}.png")
+    trained = paceline("train", PLACE, "train.duration=2 steps", "--run-dir", "run", folder=folder)
+    assert trained.returncode == 0, trained.stderr
+    events = folder / "run" / "events.jsonl"
+    sentence = f"{PLACE} is odd: cannot read {folder}/{PLACE}/left/patient-left-3.png with {TOKEN} and hf_abcdefghijklmnop"
+    with events.open("a") as file:
+        file.write(json.dumps({"event": "warning", "step": 2, "time": 1.0, "message": sentence}) + "\n")
+        file.write('{"event": "st')  # a kill cut it off
+    return folder
+
+
+def test_a_bundle_holds_no_path_secret_host_or_data(home: Path) -> None:
+    made = paceline("report", "run", "--bundle", "--output", "bug.zip", folder=home, WANDB_API_KEY=TOKEN)
+    assert made.returncode == 0, made.stderr
+    with zipfile.ZipFile(home / "bug.zip") as archive:
+        held = {name: archive.read(name).decode() for name in archive.namelist()}
+    assert {name.removeprefix("bug/") for name in held} == {
+        "recipe.yaml", "plan.json", "run.json", "environment.json", "events.jsonl", "summary.json",
+    }  # fmt: skip
+    environment = json.loads((home / "run" / "environment.json").read_text())
+    for private in (TOKEN, PLACE, "patient-", str(home), "hf_abcdefghijklmnop", environment["command"]):
+        assert not any(private in text for text in held.values()), private
+    assert json.loads(held["bug/environment.json"])["host"] == "(host)"
+    assert "(path) is odd: cannot read (path) with (secret) and (secret)" in held["bug/events.jsonl"]
+    assert json.loads(held["bug/environment.json"])["versions"] == environment["versions"]
+    listed = [line.split("  ")[0] for line in made.stderr.splitlines()][: len(held)]
+    assert [f"bug/{name}" for name in listed] == list(held), "named before it is written"
+
+
+def test_a_bundle_never_replaces_a_file(home: Path) -> None:
+    (home / "kept.zip").write_text("mine")
+    made = paceline("report", "run", "--bundle", "--output", "kept.zip", folder=home)
+    assert made.returncode == 2
+    assert "kept.zip exists: remove it, or give another --output." in made.stderr
+    assert (home / "kept.zip").read_text() == "mine"
+
+
+@pytest.mark.parametrize("more", [["--timing"], ["run"]])
+def test_a_bundle_is_of_one_run(home: Path, more: list[str]) -> None:
+    made = paceline("report", "run", "--bundle", *more, folder=home)
+    assert made.returncode == 2
+    assert "--bundle is for one run" in made.stderr
