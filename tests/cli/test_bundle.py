@@ -33,10 +33,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trained = paceline("train", PLACE, "train.duration=2 steps", "--run-dir", "run", folder=folder)
     assert trained.returncode == 0, trained.stderr
     events = folder / "run" / "events.jsonl"
-    sentence = f"{PLACE} is odd: cannot read {folder}/{PLACE}/left/patient-left-3.png with {TOKEN} and hf_abcdefghijklmnop"
-    with events.open("a") as file:
-        file.write(json.dumps({"event": "warning", "step": 2, "time": 1.0, "message": sentence}) + "\n")
-        file.write('{"event": "st')  # a kill cut it off
+    file = folder / PLACE / "left" / "patient-left-3.png"
+    sentence = f"{PLACE} is odd: cannot read {file} with {TOKEN} and hf_abcdefghijklmnop"
+    with events.open("a") as records:
+        records.write(json.dumps({"event": "warning", "step": 2, "time": 1.0, "message": sentence}) + "\n")
+        records.write('{"event": "st')  # a kill cut it off
     return folder
 
 

@@ -87,6 +87,7 @@ class _Private:
 
     secrets: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
+    keys: set[str] = field(default_factory=set)  # a folder named as one of these stays: sentences are full of them
 
     def __post_init__(self) -> None:
         for name, value in os.environ.items():
@@ -98,13 +99,16 @@ class _Private:
     def learn(self, document: Any, key: str = "") -> None:
         """Find values whose key says that they name a file, a folder, a host or a command."""
         if isinstance(document, dict):
+            self.keys.update(document)
             for name, value in document.items():
                 self.learn(value, str(name))
         elif isinstance(document, list):
             for value in document:
                 self.learn(value, key)
-        elif isinstance(document, str) and len(document) >= _LEAST and _is_private(key, document):
-            self.texts[document] = f"({key})"
+        elif isinstance(document, str) and _is_private(key, document):
+            for name in {document, re.split(r"[/\\]", document.rstrip("/\\"))[-1]}:
+                if len(name) >= _LEAST and name not in self.keys:
+                    self.texts[name] = f"({key})"
 
     def without(self, document: Any, key: str = "") -> Any:
         """Return a document with names in the place of what is private."""
