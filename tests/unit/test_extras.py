@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from PIL import Image
 from paceline.plugins.extras import EXTRAS, Library, extra_of, missing_library
 
 ROOT = Path(__file__).parents[2]
-FOR_DEVELOPERS = {"dev", "ci"}
+VISION = {"plotly", "scipy", "sklearn", "tensorboard", "timm", "torchvision"}
+FOR_DEVELOPERS = {"all", "dev", "ci"}  # and what unites others
 # Runs commands in a process in which nothing of the libraries named can be found.
 WITHOUT = """
 import contextlib, importlib.machinery, io, json, sys
@@ -107,26 +109,31 @@ def test_imports_that_fail_lead_to_their_extra() -> None:
     assert extra_of("nvidia.dali.fn") is not None
 
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
-    """What each command says where no extra is installed, and `environment` with it."""
-    folder = tmp_path_factory.mktemp("bare")
-    write_photos(folder / "photos")
-    write_objects(folder / "objects")
-    modules = sorted({library.module for extra in EXTRAS for library in extra.libraries})
-    commands = {
-        "a run": ["train", "digits", "--run-dir", "run", *TINY],
-        **NEEDS,
-        "environment": ["environment", "--json"],
-        "for people": ["environment"],
-    }
-    words, requested = [sys.executable, "-c", WITHOUT, json.dumps(modules)], json.dumps(list(commands.values()))
+def without(modules: Iterable[str], commands: dict[str, list[str]], folder: Path) -> dict[str, tuple[int, str, str]]:
+    """The exit code, output and errors of each command where these modules cannot be found."""
+    words, requested = [sys.executable, "-c", WITHOUT, json.dumps([*modules])], json.dumps([*commands.values()])
     own = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         words, input=requested, cwd=folder, env=own, capture_output=True, text=True, check=False, timeout=200
     )
     assert done.returncode == 0, done.stderr
     return dict(zip(commands, [json.loads(line) for line in done.stdout.splitlines()], strict=True))
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """What each command says where no extra but vision is installed, and `environment` with it."""
+    folder = tmp_path_factory.mktemp("bare")
+    write_photos(folder / "photos")
+    write_objects(folder / "objects")
+    modules = sorted({library.module for extra in EXTRAS for library in extra.libraries} - VISION)
+    commands = {
+        "a run": ["train", "digits", "--run-dir", "run", *TINY],
+        **NEEDS,
+        "environment": ["environment", "--json"],
+        "for people": ["environment"],
+    }
+    return without(modules, commands, folder)
 
 
 def write_photos(folder: Path) -> None:
@@ -167,8 +174,32 @@ def test_environment_says_of_every_extra_why_it_is_not_there(bare: dict[str, Any
     assert code == 0
     extras = json.loads(out)["extras"]
     assert list(extras) == [extra.name for extra in EXTRAS]
+    assert extras["vision"]["available"] is True
     for extra in EXTRAS:
+        if extra.name == "vision":
+            continue
+        missing = [each for each in extra.libraries if each.module not in VISION]
         assert extras[extra.name]["available"] is False
         assert extras[extra.name]["install"] == f"pip install 'paceline[{extra.name}]'"
-        assert all(library.distribution in extras[extra.name]["why_not"] for library in extra.libraries)
+        assert all(library.distribution in extras[extra.name]["why_not"] for library in missing)
         assert f"{extras[extra.name]['why_not']}; {extra.install}" in bare["for people"][1]
+
+
+@pytest.mark.slow
+def test_the_core_alone_trains_and_names_what_it_lacks(tmp_path: Path) -> None:
+    modules = sorted({library.module for extra in EXTRAS for library in extra.libraries})
+    tiny = ("train.duration=1 steps", "batch.global_size=4", "parallel={device: cpu, threads: 1}")
+    commands = {
+        "masks": ["train", "shapes-segmentation", "--run-dir", "masks", *tiny],
+        "weights": ["export", "masks", "--format", "safetensors", "--output", "weights.safetensors"],
+        "digits": ["train", "digits", "--run-dir", "digits", *TINY],
+        "names": ["train", "synthetic", "--run-dir", "named", *TINY[:1]],
+        "optimizer": ["train", "docs-topics", "--run-dir", "topics", *tiny[:1]],
+    }
+    told = without(modules, commands, tmp_path)
+    assert told["masks"][0] == told["weights"][0] == 0, told
+    for name in ("digits", "names", "optimizer"):
+        code, _, err = told[name]
+        assert code == 2, err
+        assert "pip install 'paceline[vision]'" in err
+        assert len(err.strip().splitlines()) == 1

@@ -198,7 +198,7 @@ def plotly_script() -> tuple[str, str]:
     try:
         script = Path(str(distribution("plotly").locate_file(_SCRIPT))).read_bytes()
     except (PackageNotFoundError, FileNotFoundError):
-        raise PacelineError("charts need Plotly, which is not installed: pip install plotly") from None
+        raise PacelineError("charts need Plotly, which is not installed: pip install 'paceline[vision]'") from None
     # Without a timestamp, the same script gives the same page.
     packed = gzip.compress(script, compresslevel=6, mtime=0)
     return base64.b64encode(packed).decode("ascii"), script_digest(script)

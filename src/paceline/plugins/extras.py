@@ -89,8 +89,13 @@ _DALI = Library("nvidia-dali-cuda130", "nvidia.dali", "2", instead="nvidia-dali-
 _MLFLOW = (*_libraries("alembic"), Library("mlflow-skinny", "mlflow"), *_libraries("sqlalchemy"))
 _WANDB = _libraries("wandb>=0.31")
 
-# In the order in which a user needs them, without those for developers only (dev, ci).
+_SHOWN = _libraries("plotly", "scipy", "tensorboard")
+_VISION = (*_SHOWN, Library("scikit-learn", "sklearn"), *_libraries("timm>=1.0.26", "torchvision"))
+_TEXT = (*_SHOWN, *_libraries("tokenizers", "transformers>=5"))
+
+# In the order in which a user needs them, without those for developers only (dev, ci) and `all`, which unites others.
 EXTRAS = (
+    Extra("vision", "images, the digits, charts, TensorBoard's files", _VISION),
     Extra("tune", "hyper-parameter search", _libraries("optuna")),
     Extra("pack", "packed datasets written, Hugging Face datasets read from disk", _libraries("pyarrow")),
     Extra("simplejpeg", "fast JPEG decoding without our compiled decoder", _libraries("simplejpeg>=1.7")),
@@ -102,6 +107,7 @@ EXTRAS = (
         "model.name=transformers:NAME, tokenizer.json files",
         _libraries("tokenizers", "transformers>=5"),
     ),
+    Extra("text", "Transformers and their tokenizers, charts, TensorBoard's files", _TEXT),
     Extra("detection", "masks of data.dataset=coco", _libraries("pycocotools")),
     Extra("fp8", "train.precision=fp8", _libraries("torchao")),
     Extra("mlflow", "telemetry.trackers=[mlflow]", _MLFLOW),
@@ -120,7 +126,7 @@ EXTRAS = (
     Extra(
         "labs",
         "the course behind `paceline labs`",
-        _libraries("jupyterlab", "jupytext", "matplotlib", "nbclient", "nbformat", "psutil"),
+        (*_VISION, *_libraries("jupyterlab", "jupytext", "matplotlib", "nbclient", "nbformat", "psutil")),
     ),
     Extra(
         "examples",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError, did_you_mean
+from paceline.plugins.extras import extra_of
 
 # Their models are named like references, `torchvision:resnet18`, but are not custom code.
 _LIBRARIES = ("torchvision", "transformers")
@@ -93,7 +94,7 @@ def load_reference(reference: str, error: type[PacelineError], *, installed: boo
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
-        if missing.name is None or not f"{module_name}.".startswith(f"{missing.name}."):
+        if missing.name is None or not f"{module_name}.".startswith(f"{missing.name}.") or extra_of(missing.name):
             raise
         condition = "be importable" if installed else f"be importable or be in {current_dir}"
         raise error(f"'{reference}': there is no module '{missing.name}'; it must {condition}.") from None

@@ -69,6 +69,10 @@ TRACKERS: Mapping[str, Callable[[Path, TrackerFacts], Tracker]] = {
 }
 
 
+# The default, without which a run does not fail; `paceline env` names it.
+_OPTIONAL = ("tensorboard",)
+
+
 def check_trackers(names: Iterable[str]) -> None:
     """Check before a run starts that its trackers are available.
 
@@ -81,18 +85,28 @@ def check_trackers(names: Iterable[str]) -> None:
                 f"Found {name!r} in telemetry.trackers; available are: {', '.join(sorted(TRACKERS))}."
                 + did_you_mean(name, TRACKERS)
             )
-        if importlib.util.find_spec(name) is None:  # a standard library module is named `csv`
-            package = "tensorboard" if name == "tensorboard" else f"'paceline[{name}]'"
+        if name not in _OPTIONAL and not _is_installed(name):
             raise RecipeError(
-                f"telemetry.trackers asks for {name!r}, which is not installed: run pip install {package}, or remove "
-                "it from telemetry.trackers."
+                f"telemetry.trackers asks for {name!r}, which is not installed: run pip install 'paceline[{name}]', or "
+                "remove it from telemetry.trackers."
             )
 
 
 def build_trackers(names: Iterable[str], directory: Path, facts: TrackerFacts) -> list[AsyncTracker]:
     """Build trackers that :func:`check_trackers` accepts; each gets a folder of its name in the run directory."""
     events = RunDirectory(directory).events
-    return [AsyncTracker(name, partial(TRACKERS[name], directory / name, facts), history=events) for name in names]
+    return [
+        AsyncTracker(name, partial(TRACKERS[name], directory / name, facts), history=events)
+        for name in names
+        if _is_installed(name)
+    ]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None  # a standard library module is named `csv`
+    except ImportError:  # blocked, as in tests
+        return False
 
 
 # The first columns of every table, if a record has them.

@@ -37,8 +37,8 @@ def read_digits() -> ArraySource:
     path = next((each for each in paths if each.is_file()), None)
     if path is None:
         raise DataError(
-            "The digits data set is part of scikit-learn, which is not installed here, or lacks its data: "
-            "run 'pip install scikit-learn', or choose another data.dataset."
+            "The digits are part of scikit-learn, which is not installed here, or lacks its data: run "
+            "pip install 'paceline[vision]', or choose another data.dataset."
         )
     with gzip.open(path, "rt", encoding="ascii") as file:
         table = np.loadtxt(file, delimiter=",", dtype=np.int64)
