@@ -231,17 +231,22 @@ def move_files(moves: Sequence[tuple[Path, Path]], folder: Path, name: str) -> N
             target.parent.mkdir(parents=True, exist_ok=True)
             os.rename(source, target)
         except OSError as error:
-            for old, new in reversed(moves[:number]):
-                with suppress(OSError):
-                    os.rename(new, old)
-            for each in sorted(made, reverse=True):  # the inner ones first
-                with suppress(OSError):
-                    each.rmdir()
+            _move_back(moves[:number], made)
             raise DataError(
                 f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; the others were moved "
                 f"back. If one is still in {str(folder)!r}, run: sh {shlex.quote(str(folder / UNDO))}",
                 path=source,
             ) from None
+
+
+def _move_back(moves: Sequence[tuple[Path, Path]], made: Iterable[Path]) -> None:
+    """Move back what was moved, and remove the folders that were made for it."""
+    for old, new in reversed(moves):
+        with suppress(OSError):
+            os.rename(new, old)
+    for each in sorted(made, reverse=True):  # the inner ones first
+        with suppress(OSError):
+            each.rmdir()
 
 
 def _write_undo(folder: Path, moves: Iterable[tuple[Path, Path]]) -> None:
