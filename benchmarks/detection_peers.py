@@ -7,8 +7,8 @@ included; each round has its seed. pycocotools scores the predictions of both on
 
     python benchmarks/detection_peers.py [--seconds 100] [--rounds 2] [--sets shapes,letters] [--python PYTHON]
 
-``--python`` is an interpreter with Ultralytics, instead of the one that peers/environments.py makes. ``--paceline`` adds
-overrides to Paceline's command, to compare choices.
+``--python`` is an interpreter with Ultralytics, instead of the one that peers/environments.py makes. ``--paceline``
+adds overrides to Paceline's command, to compare choices.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     print(f"{kind}, {who}: mAP {seen['map'][-1]:.1f} in {seconds:.0f} s", flush=True)
             found[kind] = of_set
     lines = [
-        f"{options.seconds:.0f} seconds of the processor for each, {COUNTS['train']} pictures of {SIDE} pixels, scored "
-        f"on {COUNTS['val']} others, from scratch; one command each; medians of {options.rounds} seeds.",
+        f"{options.seconds:.0f} seconds of the processor for each, from scratch, one command; {COUNTS['train']} pictures "
+        + f"of {SIDE} pixels, scored on {COUNTS['val']} others; medians of {options.rounds} seeds.",
         "",
         "| set | contender | epochs | processor seconds | mAP at 0.5 | mAP at 0.5 to 0.95 | lowest, highest |",
         "|---|---|---|---|---|---|---|",
