@@ -190,9 +190,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         seen[name].append(value)
                     print(f"{kind}, {who}: mAP {seen['map'][-1]:.1f} in {seconds:.0f} s", flush=True)
             found[kind] = of_set
+    setting = (
+        f"{options.seconds:.0f} seconds of the processor for each, from scratch, one command; {COUNTS['train']} "
+        f"pictures of {SIDE} pixels, scored on {COUNTS['val']} others; medians of {options.rounds} seeds."
+    )
     lines = [
-        f"{options.seconds:.0f} seconds of the processor for each, from scratch, one command; {COUNTS['train']} pictures "
-        + f"of {SIDE} pixels, scored on {COUNTS['val']} others; medians of {options.rounds} seeds.",
+        setting,
         "",
         "| set | contender | epochs | processor seconds | mAP at 0.5 | mAP at 0.5 to 0.95 | lowest, highest |",
         "|---|---|---|---|---|---|---|",
