@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import io
 import os
 import re
@@ -10,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import IO, Any
@@ -26,7 +28,7 @@ from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, 
 from paceline.records.reader import beyond_until
 from paceline.records.run_directory import RunDirectory, default_run_directory, existing_run
 from paceline.reports.html.page import report_at_the_end
-from paceline.telemetry.display import choose_display
+from paceline.telemetry.display import BAR, BAR_VARIABLE, bar_of_cell, choose_display
 from paceline.trainer.carried import CARRIED_VARIABLE, Carried
 from paceline.trainer.listeners import Callbacks
 from paceline.trainer.process_settings import restore_random_states, restore_torch_settings
@@ -166,6 +168,8 @@ def _train_in_processes(loaded: LoadedRecipe, options: Options, processes: int, 
         path = scratch / f"{loaded.name}.yaml"
         path.write_text(to_yaml(loaded.recipe), encoding="utf-8")
         environment = {**without_rank_variables(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        if (show := bar_of_cell()) is not None:
+            environment[BAR_VARIABLE] = "1"
         if task is not None or options.callbacks.observers:
             environment[CARRIED_VARIABLE] = str(scratch / "carried")
             Carried(task=task, callbacks=options.callbacks).write(scratch / "carried")
@@ -176,7 +180,9 @@ def _train_in_processes(loaded: LoadedRecipe, options: Options, processes: int, 
             stdout=subprocess.DEVNULL if quiet else subprocess.PIPE,
             stderr=scratch / "errors",
         )
-        reader = threading.Thread(target=_forward_output, args=(child.process.stdout,), daemon=True)
+        # In the cell's context, where its output is shown below it.
+        call = partial(contextvars.copy_context().run, _forward_output, child.process.stdout, show)
+        reader = threading.Thread(target=call, daemon=True)
         reader.start()
         group.wait()
         reader.join()
@@ -194,9 +200,12 @@ def _train_in_processes(loaded: LoadedRecipe, options: Options, processes: int, 
     return replace(TrainResult.of(directory.root), was_complete=was_complete, make_task=options.task)
 
 
-def _forward_output(stream: IO[bytes] | None) -> None:
-    """Print lines as they arrive: in a notebook, output that a process writes itself is not shown."""
+def _forward_output(stream: IO[bytes] | None, show: Callable[[str], None] | None) -> None:
+    """Print lines as they arrive, and show the bar: in a notebook, output that a process writes itself is not shown."""
     if stream is not None:
         with io.TextIOWrapper(stream, encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                sys.stdout.write(line)
+                text, is_bar, page = line.partition(BAR)
+                sys.stdout.write(text)
+                if is_bar and show is not None:
+                    show(page)

@@ -21,7 +21,7 @@ from paceline.checkpoint.hub_folder import CONFIG, UNNAMED, WEIGHTS
 from paceline.checkpoint.state import strip_wrapper_prefix
 from paceline.checkpoint.weights import ROUNDED, SavedWeights, weights_sha256
 from paceline.errors import ModelError, RecipeError, RunDirectoryError
-from paceline.inference.export import ExportRequest, file_metadata, rounded, write_tensors
+from paceline.inference.export import ExportRequest, file_metadata, rounded, without_paths, write_tensors
 from paceline.models.build import HUB, hub_network
 from paceline.parsing.units import metric_unit
 from paceline.recipe.model import ModelSection
@@ -208,7 +208,7 @@ def model_card(saved: SavedWeights, architecture: str, *, weights_file: Path, ru
     if ROUNDED not in saved.metadata:
         key = "ema_sha256" if saved.weights == "ema" else "weights_sha256"
         hashes[f"weights (`{key}` in `summary.json`)"] = f"`{weights_sha256(saved.plain)}`"
-    recipe = yaml.safe_dump(saved.description("recipe"), sort_keys=False, allow_unicode=True, width=120)
+    recipe = yaml.safe_dump(without_paths(saved.description("recipe")), sort_keys=False, allow_unicode=True, width=120)
     parts = [
         # The hub shows these numbers without context, so include only those of this exact file.
         _front_matter(architecture, data, {} if ROUNDED in saved.metadata else origin.metrics),

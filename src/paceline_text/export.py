@@ -15,7 +15,7 @@ from paceline.checkpoint.format import write_tensor_file
 from paceline.checkpoint.hub_folder import CONFIG, WEIGHTS
 from paceline.checkpoint.weights import ADAPTER_PARTS, SavedWeights
 from paceline.errors import ModelError, RecipeError
-from paceline.inference.export import ExportRequest, file_metadata, write_tensors
+from paceline.inference.export import ExportRequest, file_metadata, without_paths, write_tensors
 from paceline.models.adapters import trained_layers
 from paceline.tasks.exportable import Exportable
 from paceline.tasks.trained import open_exportable
@@ -70,7 +70,7 @@ def write_peft(request: ExportRequest, saved: SavedWeights, folder: Path) -> flo
 
     model, heads = saved.description("recipe")["model"], trained_layers(exportable.network)
     config, commit = model["adapters"], model.get("options", {}).get("_commit_hash")
-    base_name = model["name"].removeprefix("transformers:")
+    base_name = without_paths(model["name"]).removeprefix("transformers:")
     prefixes = (*(f"{layer}.lora_" for layer in layers), *(f"{head}." for head in heads))
     tensors = {
         f"base_model.model.{name.replace('.default.', '.')}": each.contiguous()

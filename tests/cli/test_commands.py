@@ -342,6 +342,13 @@ def test_evaluate_by_class(paceline_here: Call, finished: Path) -> None:
     assert f" {classes[0]['f1']:.0f} %" in reported.out  # of few samples
 
 
+def test_evaluate_of_few_samples_has_no_decimals(paceline_here: Call, finished: Path) -> None:
+    few = ("evaluate", finished, "data.validation_fraction=0.05")
+    answer = paceline_here(*few, "--json").document
+    assert answer["samples"] < 100
+    assert f"  {answer['top1_accuracy']:.0f} %" in paceline_here(*few).out
+
+
 def test_evaluate_the_best(paceline_here: Call, finished: Path) -> None:
     best = strict_json((finished / "checkpoints" / "best.json").read_text())
     done = paceline_here("evaluate", finished, "--best", "--weights", best["weights"], "--json")

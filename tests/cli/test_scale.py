@@ -17,15 +17,27 @@ def test_a_table_with_the_clusters_name_and_what_was_assumed(paceline_here: Call
     done = paceline_here("scale", *SMALL, *GIVEN, "--world-sizes", "1,8,2", "--price-per-gpu-hour", "2").ended(0)
     assert "NVIDIA DGX A100" in done.out
     rows = [line.split() for line in done.out.splitlines() if line.split()[1:2] in (["single"], ["ddp"], ["fsdp"])]
-    assert [(row[0], row[1]) for row in rows] == [
-        ("1", "single"),
-        ("2", "ddp"),
-        ("2", "fsdp"),
-        ("8", "ddp"),
-        ("8", "fsdp"),
-    ]
+    assert [(row[0], row[1]) for row in rows] == [("1", "single"), ("2", "ddp"), ("8", "ddp")]
+    assert "note: FSDP is left out, since a replica's state takes" in done.out
     assert "\nPredicted\n" in done.out
     assert "The range held 90 % of the published rates" in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (("--parameters", "4e9", "--batch-per-gpu", "32"), ["ddp", "fsdp"]),  # 45 of 79 GiB
+        ((*SMALL, "--strategy", "fsdp"), ["fsdp"]),
+        ((*SMALL, "parallel.strategy=fsdp"), ["ddp", "fsdp"]),
+        (SMALL, ["ddp"]),
+    ],
+)
+def test_fsdp_is_shown_where_it_matters(words: tuple[str, ...], shown: list[str], paceline_here: Call) -> None:
+    asked = ("scale", *words, *GIVEN, "--world-sizes", "8")
+    lines = [line.split() for line in paceline_here(*asked).ended(0).out.splitlines()]
+    assert [line[1] for line in lines if line[:1] == ["8"] and line[1] != "GPUs"] == shown
+    rows = paceline_here(*asked, "--json").document["rows"]
+    assert {row["strategy"] for row in rows} == {"ddp", "fsdp"} - ({"ddp"} if "--strategy" in words else set())
 
 
 def test_one_document(paceline_here: Call) -> None:

@@ -29,7 +29,7 @@ LONG = (
     "where-time-goes.md",
 )  # fmt: skip
 # Pages whose commands need a library of an extra.
-NEEDS = {"course.md": "jupytext"}
+NEEDS = {"course.md": "jupytext", "export.md": "onnxruntime"}
 LONG_MARKS = (pytest.mark.thorough, pytest.mark.timeout(900))
 
 

@@ -51,4 +51,6 @@ def test_a_cell_shows_a_bar_and_carries_what_it_defines(tmp_path: Path) -> None:
     assert "IProgress" not in str(notebook.cells)  # the warning of tqdm without ipywidgets
     assert any('<progress value="8" max="8">' in page for page in first[1])
     assert "evaluated after step 4" in second[0]
+    assert any('<progress value="4" max="4">' in page for page in second[1])
+    assert "<progress" not in second[0]
     assert (tmp_path / "runs" / "two" / "report.html").is_file()

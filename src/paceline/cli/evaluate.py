@@ -31,7 +31,9 @@ _SHARES = {
     "mask_average_precision": "AP of masks",
     "iou": "IoU",
 }
-_MANY = 100  # samples of a class from which on decimals of a percentage mean something
+_MANY = 100  # samples from which on decimals of a percentage mean something
+# What is counted instead of samples, by metric.
+_COUNTED = {"miou": "pixels", "entity_f1": "entities", "box_map": "boxes", "token_accuracy": "tokens"}
 _THRESHOLDS = {"threshold": "threshold", "best_threshold": "best threshold"}
 
 
@@ -120,7 +122,9 @@ class Evaluate:
 
 
 def _of_one(report: EvaluationReport, *, per_class: bool) -> Result:
-    lines = {name: _in_words(name, value) for name, value in report.metrics.items()}
+    counted = next((what for key, what in _COUNTED.items() if key in report.metrics), "samples")
+    samples = report.samples if counted == "samples" else _MANY
+    lines = {name: _in_words(name, value, samples) for name, value in report.metrics.items()}
     blocks: list[Any] = [
         f"{report.path} ({report.weights} weights)",
         {"samples": f"{report.samples:,}", **lines, **report.counts},
@@ -132,15 +136,13 @@ def _of_one(report: EvaluationReport, *, per_class: bool) -> Result:
     if per_class:
         classes = scores["per_class"]
         shares, thresholds = ([key for key in keys if key in classes[0]] for keys in (_SHARES, _THRESHOLDS))
-        named = {"iou": "pixels", "entity_f1": "entities", "box_map": "boxes"}
-        counted = next((what for key, what in named.items() if key in (*shares, *report.metrics)), "samples")
         titles = [(_SHARES | _THRESHOLDS)[key] for key in (*shares, *thresholds)]
         total = report.samples if counted == "samples" else sum(each["count"] for each in classes)
         rows = [
             (
                 one_line(each["class"]),
                 f"{each['count']:,}",
-                *_cells(each, shares, "{:.2f} %" if each["count"] >= _MANY else "{:.0f} %"),
+                *_cells(each, shares, _percentage(each["count"])),
                 *_cells(each, thresholds, "{:.3g}"),
             )
             for each in (*classes, {"class": "mean over classes", "count": total, **scores["mean"]})
@@ -184,7 +186,7 @@ def _of_sizes(sweep: SizeSweep) -> Result:
     rows = [
         (
             f"{size}{' *' * (size == best)}",
-            *(_in_words(name, report.metrics[name]) for name in names),
+            *(_in_words(name, report.metrics[name], report.samples) for name in names),
             f"{report.samples_per_second:,.0f}",
         )
         for size, report in sweep.reports.items()
@@ -212,7 +214,11 @@ def _not_finite(report: EvaluationReport) -> Iterator[NotFiniteError]:
         )
 
 
-def _in_words(name: str, value: float) -> str:
+def _percentage(samples: int) -> str:
+    return "{:.2f} %" if samples >= _MANY else "{:.0f} %"
+
+
+def _in_words(name: str, value: float, samples: int) -> str:
     if math.isnan(value):
         return "absent" if name.startswith("iou_") else "undefined"
-    return f"{value:.2f} %" if metric_unit(name) else f"{value:.4f}"
+    return (_percentage(samples) if metric_unit(name) else "{:.4f}").format(value)

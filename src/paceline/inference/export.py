@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +29,7 @@ from paceline.inference.atomic_output import check_output, put_in_place
 from paceline.inference.export_onnx import QuantizationResult, calibration_images, need_onnx, quantised, write_onnx
 from paceline.inference.formats import ONNX, formats
 from paceline.inference.program import InBfloat16, preprocessing, write_program
+from paceline.parsing.plain_text import load_json
 from paceline.recipe.load import Overrides, set_by
 from paceline.recipe.schema import refuse_foreign_code
 from paceline.tasks.exportable import Exportable
@@ -148,10 +152,30 @@ def _refuse_overrides(request: ExportRequest, saved: SavedWeights) -> None:
 
 
 def file_metadata(saved: SavedWeights, request: ExportRequest) -> dict[str, str]:
-    """Build a file's metadata: the metadata of the weights file, and which weights these are."""
+    """Build a file's metadata: the metadata of the weights file without paths, and which weights these are."""
     metadata = {key: value for key, value in saved.metadata.items() if key != ROUNDED}
+    if "recipe" in metadata:
+        metadata["recipe"] = json.dumps(without_paths(load_json(metadata["recipe"])))
     rounded = {ROUNDED: request.quantize} if request.quantize is not None else {}
     return {**metadata, "weights": saved.weights, **rounded}
+
+
+def without_paths(value: Any) -> Any:
+    """Return JSON values with the last name of each absolute path and address: where they are is the trainer's affair.
+
+    Names of repositories on the Hugging Face hub stay whole. Nothing is removed, so a recipe stays valid.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_paths(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_paths(each) for each in value]
+    if not isinstance(value, str) or value.startswith("hf://"):
+        return value
+    # A path, transformers:FOLDER, or s3://BUCKET/PATH.
+    kind, place = (
+        found.groups() if (found := re.fullmatch(r"(\w*:(?://)?|)(/.+|(?<=://).+)", value, re.DOTALL)) else ("", "")
+    )
+    return kind + PurePath(place).name if place else value
 
 
 def write_safetensors(request: ExportRequest, saved: SavedWeights, path: Path) -> None:

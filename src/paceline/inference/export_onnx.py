@@ -94,10 +94,11 @@ def write_onnx(exportable: Exportable, path: Path, metadata: Mapping[str, str]) 
 
 
 def _save(model: Any, path: Path, metadata: Mapping[str, str]) -> None:
-    """Write an ONNX model with its metadata replaced."""
+    """Write an ONNX model with its metadata replaced; those of its nodes have paths of this machine's source code."""
     import onnx
 
-    del model.metadata_props[:]
+    for each in (model, *model.graph.node, *(node for function in model.functions for node in function.node)):
+        del each.metadata_props[:]
     onnx.helper.set_model_props(model, dict(metadata))
     onnx.checker.check_model(model, full_check=True)
     onnx.save(model, path)

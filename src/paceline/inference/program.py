@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from paceline.checkpoint.weights import SavedWeights
 from paceline.errors import ModelError
@@ -77,6 +78,9 @@ def write_program(exportable: Exportable, path: Path, metadata: Mapping[str, str
             program = torch.export.export(
                 exportable.network, exportable.examples(2), dynamic_shapes=shapes, strict=False
             )
+            for module in program.graph_module.modules():
+                for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+                    node.meta.pop("stack_trace", None)  # has paths of this machine's source code
             torch.export.save(program, path, extra_files={DESCRIPTION: json.dumps(dict(metadata))})
             extra_files = {DESCRIPTION: ""}
             # Safe to load: this function has just written the file.

@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from paceline.parsing.plain_text import printable
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 MAX_WIDTH = 100
+BAR_VARIABLE, BAR = "PACELINE_BAR", "\x02"
+"""In the environment: a cell shows the output, and what follows this character in a line is the HTML of its bar."""
 _REFRESH_SECONDS = 0.25
 
 
@@ -65,15 +68,33 @@ def choose_display(stream: TextIO | None, *, live: bool = True) -> Display:
     safe_stream = cast("TextIO", _SafeStream(stream))
     if live and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         return LiveDisplay(safe_stream)
-    shell = _notebook()
-    return PlainDisplay(safe_stream) if shell is None else NotebookDisplay(safe_stream)
+    show = bar_of_cell()
+    if show is None and BAR_VARIABLE in os.environ:
+        show = partial(_forward_bar, safe_stream)
+    return PlainDisplay(safe_stream) if show is None else NotebookDisplay(safe_stream, show)
 
 
-def _notebook() -> Any:
-    """Return the shell of the notebook whose cell runs this; None elsewhere."""
+def bar_of_cell() -> Callable[[str], None] | None:
+    """Return what shows HTML below a notebook's cell, each time in place of the last; None elsewhere."""
     ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return shell if hasattr(shell, "kernel") else None
+    if not hasattr(None if ipython is None else ipython.get_ipython(), "kernel"):
+        return None
+    from IPython.display import HTML, display  # only in a notebook, which has it
+
+    handles = list[Any]()
+
+    def show(page: str) -> None:
+        if handles:
+            handles[0].update(HTML(page))
+        else:
+            handles.append(display(HTML(page), display_id=True))
+
+    return show
+
+
+def _forward_bar(stream: TextIO, page: str) -> None:
+    stream.write(f"{BAR}{page}\n")
+    stream.flush()
 
 
 class _SafeStream:
@@ -193,19 +214,18 @@ class NotebookDisplay(PlainDisplay):
 
     Args:
         stream: Receives the lines.
+        show: Shows HTML in place of the last.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, show: Callable[[str], None]) -> None:
         super().__init__(stream)
-        self._bar: Any = None
+        self._show = show
         self._status = ""
 
     def start(self, progress: RunProgress, title: str, lines: Sequence[str] = ()) -> None:
         """Show title and lines, and the bar below them."""
-        from IPython.display import HTML, display  # only in a notebook, which has it
-
         super().start(progress, title, lines)
-        self._bar = display(HTML(self._html()), display_id=True)
+        self._draw()
         self._due = 0.0
 
     def status(self, text: str) -> None:
@@ -222,13 +242,10 @@ class NotebookDisplay(PlainDisplay):
     def close(self) -> None:
         """Draw the final state and leave it."""
         self._draw()
-        self._bar = None
 
     def _draw(self) -> None:
-        if self._bar is not None:
-            from IPython.display import HTML
-
-            self._bar.update(HTML(self._html()))
+        if self._progress is not None:
+            self._show(self._html())
         self._due = time.perf_counter() + _REFRESH_SECONDS
 
     def _html(self) -> str:

@@ -132,15 +132,14 @@ def rooms(
     Raises:
         PacelineError: If the network needs real values, or the recipe cannot be planned there.
     """
-    if device is None and not cluster.shares_cores:
+    if memory_of(cluster, device, 1) is None:
         return {}
-    cpu = torch.device("cpu")
-    machine = machine_with(device) if device is not None else describe_machine(cpu)
+    machine = machine_with(device) if device is not None else describe_machine(torch.device("cpu"))
     found = {}
     with predicted(of_one_process(recipe, shares[min(shares)]), machine) as one:
         can_shard = recipe.parallel.strategy == "auto" and not one.step.task.why_not_sharded
         for size, share in shares.items():
-            memory = device.memory_bytes if device is not None else describe_machine(cpu, processes=size).memory_bytes
+            memory = memory_of(cluster, device, size)
             if memory is None:
                 continue
             job, strategy = one.sharded_over(max(size, 2)), choose(size, memory)
@@ -150,6 +149,13 @@ def rooms(
                 if spread.fits:
                     found[size] = replace(spread, why=f"not even one sample fits with a replica; {spread.why}")
     return found
+
+
+def memory_of(cluster: Cluster, device: Device | None, processes: int) -> int | None:
+    """Return the memory of each process's device, if known: a share of this machine's if they compute on its cores."""
+    if device is None and cluster.shares_cores:
+        return describe_machine(torch.device("cpu"), processes=processes).memory_bytes
+    return None if device is None else device.memory_bytes
 
 
 def _room(recipe: Recipe, job: SimulatedRun, share: Share, memory: int, strategy: str) -> Room:

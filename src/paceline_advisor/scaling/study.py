@@ -14,8 +14,9 @@ from paceline.models.ceilings import Ceilings, tf32_of
 from paceline.pages.charts import log_axis
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
-from paceline.parsing.units import format_seconds
+from paceline.parsing.units import format_bytes, format_seconds
 from paceline.plan.compute import WITH_GRAPHS
+from paceline.plan.strategy import replica_bytes
 from paceline.plugins.registry import load
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.schema import Recipe
@@ -46,6 +47,7 @@ from paceline_advisor.scaling.room import (
     is_here,
     least_steps,
     measure,
+    memory_of,
     probe,
     shares_of,
 )
@@ -173,6 +175,7 @@ class ScaleReport:
         rows: One row per size and strategy.
         price_per_gpu_hour: Dollars, if known.
         notices: Assumptions.
+        shown: Strategies in the table and the chart.
     """
 
     recipe: str
@@ -185,6 +188,12 @@ class ScaleReport:
     price_per_gpu_hour: float | None
     given: Mapping[str, str]
     notices: tuple[str, ...] = field(default_factory=tuple)
+    shown: tuple[str, ...] = ("single", "ddp", "fsdp")
+
+    @property
+    def shown_rows(self) -> list[ScalingRow]:
+        """The rows in the table and the chart."""
+        return [row for row in self.rows if row.strategy in self.shown]
 
     def to_json(self) -> Json:
         """Return the report as JSON values."""
@@ -196,7 +205,7 @@ class ScaleReport:
         one, devices = device_words(self.cluster)
         columns = (devices, *_COLUMNS, *(("measured", "error") if measured else ()))
         rows = []
-        for row in self.rows:
+        for row in self.shown_rows:
             found = row.prediction
             cells = [
                 *(str(found.devices), row.strategy, f"{row.batch:,}", str(row.passes), _shown_rate(found.rate)),
@@ -229,7 +238,7 @@ class ScaleReport:
 
     def why_inefficient(self) -> str:
         """Return the main reason for the lowest efficiency as a sentence; empty if little is lost."""
-        row = min(self.rows, key=lambda each: each.prediction.efficiency)
+        row = min(self.shown_rows, key=lambda each: each.prediction.efficiency)
         found = row.prediction
         if found.efficiency > 1 - _LOSS_TO_EXPLAIN or found.limit == "computing":
             return ""
@@ -244,7 +253,7 @@ class ScaleReport:
     def _chart(self, devices: str) -> Chart:
         """Return a chart of throughput by size: predicted, its range, measured, and linear scaling."""
         traces: list[Json] = []
-        shared = dict.fromkeys(row.strategy for row in self.rows if row.prediction.devices > 1)
+        shared = dict.fromkeys(row.strategy for row in self.shown_rows if row.prediction.devices > 1)
         for strategy in shared or {"single": None}:
             rows = [row for row in self.rows if row.strategy in (strategy, "single")]
             found = [row.prediction for row in rows]
@@ -429,6 +438,8 @@ class Scaling:
             notices.append(f"costs are those of whole nodes of {each}; --shared-node prices only those used")
         if self._strategies != options.strategies:
             notices.append(f"FSDP {self.subject.unsharded}")
+        if why := self._why_no_fsdp():
+            notices.append(why)
         if options.has_figure and options.one_gpu_batch is None and options.batch_per_gpu is None:
             notices.append(f"one device's rate is assumed to be for {self._figure_batch} samples; see --one-gpu-batch")
         if self._host.seconds_per_sample and self._host.cores_per_device is None:
@@ -444,7 +455,18 @@ class Scaling:
             price_per_gpu_hour=price,
             given=given,
             notices=tuple(notices),
+            shown=("single", "ddp") if why else ("single", "ddp", "fsdp"),
         )
+
+    def _why_no_fsdp(self) -> str:
+        """Return why FSDP's rows are only in the JSON document: a replica fits easily; empty if they are shown."""
+        memory = memory_of(self.cluster, self.device, max(self.shares))
+        replica = replica_bytes(self._recipe, self.subject.numbers)
+        is_wanted = "ddp" not in self._strategies or self._recipe.parallel.strategy == "fsdp"
+        if is_wanted or "fsdp" not in self._strategies or memory is None or replica >= memory / 2:
+            return ""
+        taken = f"{format_bytes(replica)} of {format_bytes(memory)}"
+        return f"FSDP is left out, since a replica's state takes {taken}; --strategy fsdp shows it"
 
     def _row(
         self, share: Share, strategy: Strategy, one: OneDevice, link: Link | None, price: float | None, factor: float

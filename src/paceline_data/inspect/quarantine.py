@@ -26,7 +26,7 @@ _BACK = b"""\
 #!/bin/sh
 # Moves back what Paceline moved, the last first. Run it with: sh undo.sh
 back() {
-    if [ ! -e "$1" ] && [ ! -L "$1" ]; then return; fi
+    if [ ! -e "$1" ] && [ ! -L "$1" ]; then rmdir "$(dirname "$1")" 2>/dev/null || true; return; fi
     if [ -e "$2" ] || [ -L "$2" ]; then echo "not moved back, since there is another: $2" >&2; return; fi
     mkdir -p "$(dirname "$2")" && mv "$1" "$2" && { rmdir "$(dirname "$1")" 2>/dev/null || true; }
 }
@@ -224,19 +224,29 @@ def move_files(moves: Sequence[tuple[Path, Path]], folder: Path, name: str) -> N
             raise DataError(f"{name}: nothing was moved, since {why}", path=folder)
     if moves:
         _write_undo(folder, moves)
+    made = list[Path]()
     for number, (source, target) in enumerate(moves):
+        made += [each for each in target.parents if not each.exists()]
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             os.rename(source, target)
         except OSError as error:
-            for old, new in reversed(moves[:number]):
-                with suppress(OSError):
-                    os.rename(new, old)
+            _move_back(moves[:number], made)
             raise DataError(
                 f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; the others were moved "
                 f"back. If one is still in {str(folder)!r}, run: sh {shlex.quote(str(folder / UNDO))}",
                 path=source,
             ) from None
+
+
+def _move_back(moves: Sequence[tuple[Path, Path]], made: Iterable[Path]) -> None:
+    """Move back what was moved, and remove the folders that were made for it."""
+    for old, new in reversed(moves):
+        with suppress(OSError):
+            os.rename(new, old)
+    for each in sorted(made, reverse=True):  # the inner ones first
+        with suppress(OSError):
+            each.rmdir()
 
 
 def _write_undo(folder: Path, moves: Iterable[tuple[Path, Path]]) -> None:

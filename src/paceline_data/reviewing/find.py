@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 # Kinds of findings that are shown, in this order, after wrong labels and before mistakes.
 _COPIES = ("contradiction", "leak", "near_leak", "duplicate")
+_UNREAD = ("not_permitted", "broken_link")  # listed with the reason; without content there is nothing to decide about
 _BROKEN = ("empty_file", "not_an_image", "unsupported", "truncated", "corrupt", "too_large", "no_fixed_range")
-_KINDS = (*_COPIES, *_BROKEN, "unreadable", "other_file", "heic_image", "unfinished", "flat_end", "unread")
+_KINDS = (*_COPIES, *_UNREAD, *_BROKEN, "unreadable", "other_file", "heic_image", "unfinished", "flat_end", "unread")
 _ASIDE = ("leak", "duplicate", *_BROKEN, "unreadable", "other_file", "unread")
 WRONG_LABEL, MISTAKE, EARLIER = "likely wrong label", "mistake of the run", "decided earlier"
 
@@ -135,7 +136,7 @@ def _doubts(report: DataReport, labels: WrongLabels | None, root: Path) -> Itera
     for finding in (by_kind[name] for name in _KINDS if name in by_kind):
         name = finding.kind.name
         for entry in finding.entries:
-            if name not in _COPIES and not os.path.isfile(entry.name):
+            if name not in (*_COPIES, *_UNREAD) and not os.path.isfile(entry.name):
                 continue
             why = "; ".join(filter(None, (finding.kind.means, entry.detail)))
             other = None if entry.other is None else relative(entry.other)

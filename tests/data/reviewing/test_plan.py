@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -189,6 +190,23 @@ def test_a_new_class_is_made_and_goes_with_the_undo_script(photos: Path, plan: R
     assert sorted(each.name for each in photos.iterdir()) == ["cat", "dog"]
 
 
+def test_a_plan_that_fails_leaves_no_new_class(photos: Path, plan: ReviewPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    (photos / "bird").mkdir()  # empty, and not made by the plan
+    for file, name in (("cat/1.jpg", "kitten"), ("cat/2.jpg", "bird"), ("cat/3.jpg", "puppy")):
+        plan.record(Decision(file, "move", content_digest(photos / file), name, new=True), None)
+    before, rename = sorted(photos.rglob("*")), os.rename
+
+    def full(source: Path, target: Path) -> None:
+        if target.parent.name == "puppy":
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", full)
+    with pytest.raises(DataError, match="the others were moved back"):
+        apply_plan(plan, photos)
+    assert sorted(photos.rglob("*")) == before
+
+
 @pytest.mark.parametrize("name", [" ", ".hidden", "a/b", "..", "train", "test", "line\nbreak", "n" * 256])
 def test_what_cannot_be_a_class_is_refused(name: str, photos: Path, plan: ReviewPlan) -> None:
     with pytest.raises(DataError, match="cannot be a class"):
@@ -232,7 +250,7 @@ def apply_killed(plan: Path, photos: Path, moves: int) -> None:
 @pytest.mark.parametrize("moves", [0, 1, 2, 3])  # three files, and then the plan gets its other name
 def test_killed_in_between_it_is_completed_or_undone(moves: int, undone: bool, photos: Path, plan: ReviewPlan) -> None:
     before = contents(photos)
-    decide(plan, photos, "cat/1.jpg", "move", "dog")
+    plan.record(Decision("cat/1.jpg", "move", content_digest(photos / "cat/1.jpg"), "kitten", new=True), None)
     decide(plan, photos, "cat/2.jpg", "aside")
     decide(plan, photos, "dog/2.jpg", "move", "cat")
     killed = in_a_process(apply_killed, plan.path, photos, moves)
@@ -244,6 +262,7 @@ def test_killed_in_between_it_is_completed_or_undone(moves: int, undone: bool, p
     if undone:
         subprocess.run(["sh", str(script)], check=True)
         assert contents(photos) == before
+        assert sorted(each.name for each in photos.iterdir()) == ["cat", "dog"]
     applied = apply_plan(plan, photos)
     assert (len(applied.moved), applied.earlier) == ((3, 0) if undone else (3 - moves, moves))
     assert set(contents(photos).values()) == {*before.values()} - {"cat/2.jpg"}

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from paceline.data.image.sets.digits import read_digits
 from paceline.data.image.transforms import evaluation_image
 from paceline.errors import PacelineError
 from paceline.inference.atomic_output import put_in_place
-from paceline.inference.export import Exported, ExportRequest, export
+from paceline.inference.export import Exported, ExportRequest, export, without_paths
+from paceline.inference.formats import formats
 from paceline.tasks.trained import open_exportable, trained_recipe, trained_task
 
 CPU = torch.device("cpu")
@@ -130,6 +132,39 @@ def test_run_to_safetensors(digits: Path, tmp_path: Path) -> None:
         # What was exported can be exported: it says what it belongs to.
         again = written(output, tmp_path / f"{asked}-again.safetensors", "safetensors")
         assert again.saved.description("recipe") == read_weights(digits).description("recipe")
+
+
+@pytest.mark.parametrize("form", ["safetensors", "onnx", "torch-export", "timm", "folder"])
+def test_no_path_is_exported(photos: Path, folder: Path, form: str, tmp_path: Path) -> None:
+    output = tmp_path / ("photos" + formats()[form].ending)
+    written(photos, output, form)
+    files = [each for each in output.rglob("*") if each.is_file()] if output.is_dir() else [output]
+    assert files
+    whole = [folder, photos, Path(torch.__file__).parents[1]]
+    assert [(each.name, path) for each in files for path in whole if str(path).encode() in unpacked(each)] == []
+
+
+def unpacked(path: Path) -> bytes:
+    """A file's content; of an archive, that of its members."""
+    if not zipfile.is_zipfile(path):
+        return path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        return b"".join(map(archive.read, archive.namelist()))
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        ("/home/me/photos", "photos"),
+        ("s3://bucket/mine/photos", "s3://photos"),
+        ("transformers:/home/me/bert", "transformers:bert"),
+        ("transformers:owner/bert", "transformers:owner/bert"),
+        ("hf://datasets/owner/photos", "hf://datasets/owner/photos"),
+        ("3 epochs", "3 epochs"),
+    ],
+)
+def test_of_a_path_the_name_is_kept(value: str, kept: str) -> None:
+    assert without_paths({"data": [value, 3], "off": None}) == {"data": [kept, 3], "off": None}
 
 
 def test_run_to_hub_folder_to_timm_grey(digits: Path, tmp_path: Path) -> None:
