@@ -21,14 +21,15 @@ from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, StoppedError, TrainingError, without_frames
 from paceline.host.processes import ProcessGroup, received_signals, without_rank_variables
 from paceline.host.world import STOP_SIGNALS
-from paceline.plugins.references import trusting_code
-from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, to_yaml
+from paceline.plugins.references import is_reference, trusting_code
+from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, override_pairs, to_yaml
 from paceline.records.reader import beyond_until
 from paceline.records.run_directory import RunDirectory, default_run_directory, existing_run
 from paceline.reports.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
 from paceline.trainer.carried import CARRIED_VARIABLE, Carried
 from paceline.trainer.listeners import Callbacks
+from paceline.trainer.programs import recorded_program, requested_replay
 from paceline.trainer.process_settings import restore_random_states, restore_torch_settings
 from paceline.trainer.result import TrainResult
 from paceline.trainer.run_dir_checks import has_trained
@@ -79,6 +80,8 @@ def train(
             "neither a recipe nor a task was given; name a recipe, for example paceline.train('digits'), or the "
             "run_dir of a run to continue."
         )
+    if (replay := requested_replay(directory)) is not None:
+        directory, overrides = replay[0], {**dict(override_pairs(overrides)), **replay[1]}
     run = None
     if recipe is None and directory is not None and (task is None or has_trained(RunDirectory(directory))):
         run = existing_run(directory, "that of a run to continue, or name a recipe")
@@ -102,10 +105,18 @@ def train(
         loaded = replace(loaded, name=task.__name__)
     if run is not None and loaded.origins.get("train.until") != "override" and beyond_until(run):
         loaded = replace(loaded, recipe=replace(loaded.recipe, train=replace(loaded.recipe.train, until=None)))
-    if processes > 1:
-        return _train_in_processes(loaded, options, processes, quiet=quiet)
-    with restore_torch_settings(), restore_random_states(None):
-        result = replace(train_recipe(loaded, options), make_task=task)
+    with contextlib.ExitStack() as stack:
+        objects = loaded.recipe.objects.values()
+        if task is not None and not (objects and all(map(is_reference, objects))):  # which commands cannot import
+            stack.enter_context(recorded_program(read_launch(os.environ)))
+        if processes > 1:
+            result = _train_in_processes(loaded, options, processes, quiet=quiet)
+        else:
+            stack.enter_context(restore_torch_settings())
+            stack.enter_context(restore_random_states(None))
+            result = replace(train_recipe(loaded, options), make_task=task)
+    if replay is not None:
+        raise SystemExit(StoppedError.exit_code)
     if result.learning and not quiet:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error may be full, closed or missing
             sys.stderr.write(f"paceline: warning: {result.learning}\n")

@@ -167,7 +167,7 @@ class Turns:
                 raise
             finally:
                 self.phase = "over"
-        if ending == "signal":
+        if ending == "signal" or self.subject.given.replay:
             raise SystemExit(StoppedError.exit_code)
 
     # Beginning
@@ -304,7 +304,7 @@ class Turns:
         found_best = run.best is not None and progress.best["position"] == progress.position
         saves = run.due("checkpoint") or (agreed.save and is_new) or found_best
         self._wanted = ControlFlags(stop=self._wanted.stop or agreed.stop, save=self._wanted.save or saves)
-        is_over = progress.position >= plan.total_steps
+        is_over = progress.position >= plan.end
         if not (is_over or any(self._wanted)):
             return ""
         waits = self._waits(saves=found_best and not is_over)
@@ -312,7 +312,7 @@ class Turns:
             return ""
         self._save()
         self._wanted = self._wanted._replace(save=waits)  # once more, with the optimizer's step
-        return "duration" if is_over else "signal" * (self._wanted.stop and not waits)
+        return ("duration" if progress.position >= plan.total_steps else "until") if is_over else "signal" * (self._wanted.stop and not waits)
 
     def _count(self) -> None:
         assert self._batch is not None
