@@ -29,8 +29,8 @@ from paceline.reports.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
 from paceline.trainer.carried import CARRIED_VARIABLE, Carried
 from paceline.trainer.listeners import Callbacks
-from paceline.trainer.programs import recorded_program, requested_replay
 from paceline.trainer.process_settings import restore_random_states, restore_torch_settings
+from paceline.trainer.programs import recorded_program, requested_replay
 from paceline.trainer.result import TrainResult
 from paceline.trainer.run_dir_checks import has_trained
 from paceline.trainer.subject import Options, TaskMaker
@@ -105,19 +105,10 @@ def train(
         loaded = replace(loaded, name=task.__name__)
     if run is not None and loaded.origins.get("train.until") != "override" and beyond_until(run):
         loaded = replace(loaded, recipe=replace(loaded.recipe, train=replace(loaded.recipe.train, until=None)))
-    with contextlib.ExitStack() as stack:
-        objects = loaded.recipe.objects.values()
-        if task is not None and not (objects and all(map(is_reference, objects))):  # which commands cannot import
-            stack.enter_context(recorded_program(read_launch(os.environ)))
-        if processes > 1:
-            result = _train_in_processes(loaded, options, processes, quiet=quiet)
-        else:
-            stack.enter_context(restore_torch_settings())
-            stack.enter_context(restore_random_states(None))
-            result = replace(train_recipe(loaded, options), make_task=task)
+    result = _train(loaded, options, processes, quiet=quiet)
     if replay is not None:
-        raise SystemExit(StoppedError.exit_code)
-    if result.learning and not quiet:
+        raise SystemExit(0)
+    if processes == 1 and result.learning and not quiet:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error may be full, closed or missing
             sys.stderr.write(f"paceline: warning: {result.learning}\n")
     return result
@@ -148,6 +139,16 @@ def _check_arguments(*, processes: Any, run_dir: Any, resume: Any, callbacks: An
     for key, value, is_right, rule in wrong:
         if not is_right:
             raise RecipeError(f"{key} is {value!r}; give {rule}.", key=key, value=value, rule=rule)
+
+
+def _train(loaded: LoadedRecipe, options: Options, processes: int, *, quiet: bool) -> TrainResult:
+    task, objects = options.task, loaded.recipe.objects.values()
+    by_name = task is None or (objects and all(map(is_reference, objects)))  # what commands can import
+    with contextlib.nullcontext() if by_name else recorded_program(read_launch(os.environ)):
+        if processes > 1:
+            return _train_in_processes(loaded, options, processes, quiet=quiet)
+        with restore_torch_settings(), restore_random_states(None):
+            return replace(train_recipe(loaded, options), make_task=task)
 
 
 def _train_in_processes(loaded: LoadedRecipe, options: Options, processes: int, *, quiet: bool) -> TrainResult:

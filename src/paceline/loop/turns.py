@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -49,6 +49,7 @@ from paceline.telemetry.display import RunProgress
 from paceline.telemetry.meter import PHASES
 from paceline.trainer.build import build_publisher, build_recorder
 from paceline.trainer.evaluate import Evaluation
+from paceline.trainer.listeners import TRACE_VARIABLE
 from paceline.trainer.nonfinite import check_loss, check_outcome, check_results
 from paceline.trainer.observing import LearningListener
 from paceline.trainer.process_settings import StopRequest, restore_random_states
@@ -56,6 +57,9 @@ from paceline.trainer.saved_run import SavedRun
 from paceline.trainer.saving import finish_mirroring, finish_saving, restore, save_checkpoint
 from paceline.trainer.step_stats import Progress, Window
 from paceline.trainer.train import record_end, record_failure, record_start, write_pages
+
+if TYPE_CHECKING:
+    from paceline.trainer.tracing import StepTracer
 
 # What the body does in a step is its own affair: the clock sees only what is around it.
 _UNSEEN = frozenset({"forward", "backward", "communication", "optimizer", "ema"})
@@ -135,6 +139,7 @@ class Turns:
         self._learning: LearningListener | None = None
         self._network: nn.Module | None = None
         self._observing = contextlib.ExitStack()
+        self._tracer: StepTracer | None = None
         self._observed: dict[str, Mapping[str, Any]] = {}
         self._not_finite: set[str] = set()
         self._wanted, self._waited = ControlFlags(), 0
@@ -167,7 +172,9 @@ class Turns:
                 raise
             finally:
                 self.phase = "over"
-        if ending == "signal" or self.subject.given.replay:
+        if self.subject.given.replay:
+            raise SystemExit(0)
+        if ending == "signal":
             raise SystemExit(StoppedError.exit_code)
 
     # Beginning
@@ -205,6 +212,12 @@ class Turns:
             run.components.add(name, component)
         for name, own in (("progress", run.progress), ("window", run.window), ("clock", run.clock)):
             run.components.add(name, own)
+        if (setting := os.environ.get(TRACE_VARIABLE)) is not None:
+            from paceline.trainer.tracing import StepTracer  # ordinary runs do not need it
+
+            self._tracer = StepTracer(
+                run, _as_one(kept.modules()), kept.optimizers, subject.source.samples.path, setting
+            )
         return run
 
     def _begin(self) -> str:
@@ -244,7 +257,7 @@ class Turns:
         }
         if not modules:
             return
-        self._network = next(iter(modules.values())) if len(modules) == 1 else nn.ModuleDict(modules)
+        self._network = _as_one(modules)
         observer = NetworkObserver(self._network, hooked=True)
         self._learning = LearningListener(observer, self.run.progress, self.run.plan.total_steps)
         # The program may drop the gradients at the end of its body.
@@ -277,6 +290,10 @@ class Turns:
         if self._learning is not None and self._network is not None:
             self._learning.begin_step()
             self._observing.enter_context(self._learning.around_forward(self._network, self._batch))
+        if self._tracer is not None:
+            self._tracer.begin_step()
+            self._observing.enter_context(self._tracer.around_backward(self._batch))
+            self._observing.enter_context(self._tracer.around_forward(_as_one(self.kept.modules()), self._batch))
         return batch
 
     def move(self, batch: Any) -> Any:
@@ -312,7 +329,9 @@ class Turns:
             return ""
         self._save()
         self._wanted = self._wanted._replace(save=waits)  # once more, with the optimizer's step
-        return ("duration" if progress.position >= plan.total_steps else "until") if is_over else "signal" * (self._wanted.stop and not waits)
+        if is_over:
+            return "duration" if progress.position >= plan.total_steps else "until"
+        return "signal" * (self._wanted.stop and not waits)
 
     def _count(self) -> None:
         assert self._batch is not None
@@ -323,6 +342,8 @@ class Turns:
         self._batch = self._loss = None
         run.clock.end_step(run.plan.step_samples(progress.position - 1))
         run.display.advance(progress.step)
+        if self._tracer is not None:
+            self._tracer.on_step_end(progress.step)
         if run.due("log"):
             self._write_step()
         if self._evaluations:
@@ -373,6 +394,8 @@ class Turns:
                 )
             if name == "loss":
                 self._loss = value.reshape(()).float()
+                if self._tracer is not None:
+                    self._tracer.after_loss(self._loss)
             else:
                 self._logged[name] = value.reshape(())
 
@@ -551,6 +574,10 @@ class Turns:
 
     def _digest(self) -> dict[str, str]:
         return {"model": self.kept.sha256()}
+
+
+def _as_one(modules: dict[str, nn.Module]) -> nn.Module:
+    return next(iter(modules.values())) if len(modules) == 1 else nn.ModuleDict(modules)
 
 
 def _noted(batches: Iterator[Batch], prints: FingerprintCollector) -> Iterator[Batch]:

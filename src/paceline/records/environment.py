@@ -92,11 +92,12 @@ def code_digests(references: Iterable[str], program: str | None = None) -> dict[
         references: Names of modules, or of objects in them; those of Paceline itself are left out.
         program: A program that trains the run. It and the modules next to it are named by their files' paths there.
     """
-    places = {name: getattr(each, "__file__", None) for name, each in [*sys.modules.items()] if not is_ours(name)}
+    loaded = {name: each for name, each in [*sys.modules.items()] if not (is_ours(name) or name == "__main__")}
+    places = {name: getattr(each, "__file__", None) for name, each in loaded.items()}
     files = {name: Path(path) for each in references if (path := places.get(name := each.partition(":")[0]))}
     if program is not None:
         folder = Path(program).parent
-        own = {Path(program), *(Path(path) for name, path in places.items() if path and name != "__main__")}
+        own = {Path(program), *(Path(path) for path in places.values() if path)}
         near = (path for path in sorted(own) if path.is_relative_to(folder) and "site-packages" not in path.parts)
         files |= {str(path.relative_to(folder)): path for path in near}
     return {name: file_digest(path) for name, path in files.items() if path.is_file()}

@@ -48,6 +48,8 @@ _PLANNED = {
     "logical_ranks": "micro-batches per step",
 }
 _MOST_FILES = 50
+# A commit may change anything, and commands differ in the run directory.
+_UNSURE = ("git revision", "command")
 # Packages on which no bit of a run depends.
 _NO_BITS = ("tensorboard", "scikit-learn", "pydantic", "torch")
 
@@ -90,7 +92,7 @@ def recorded_causes(first: Side, second: Side, where: Where | None, position: in
     yield from _of_recipe(first, second, changed, where)
     yield from _of_data(first, second)
     for what, old, new in _other_code(first, second):
-        rank = 2 if what == "git revision" else 0  # a commit may change anything
+        rank = 2 if what in _UNSURE else 0
         yield Cause(kind="code", key=what, evidence=f"{what} was {old} and {new}", rank=rank)
     for name, old, new in other_environment(first.environment, second.environment):
         yield Cause(kind="environment", key=name, evidence=f"{name} was {old} and {new}")
@@ -181,6 +183,14 @@ def _other_code(first: Side, second: Side) -> Iterator[tuple[str, Any, Any]]:
         for name in sorted(one.keys() & another.keys()):
             if one[name] != another[name]:
                 yield f"source of {name}", one[name], another[name]
+    programs = [each.environment.get("program") for each in (first, second)]
+    if None not in programs:
+        one, another = (Path(str(each)).name for each in programs)
+        if one != another and code[0].get(one) != code[1].get(another):
+            yield "program", one, another
+        one, another = (each.environment.get("command") for each in (first, second))
+        if one != another:
+            yield "command", one, another
     revision, other = ((each.environment.get("git") or {}).get("revision") for each in (first, second))
     if None not in (revision, other) and revision != other:
         yield "git revision", revision, other

@@ -279,7 +279,10 @@ class _Comparison:
         where, settings = report.where, [*other_settings(*pair)]
         assert where is not None
         is_content = where.phase == "data" and where.tensor != "samples"
-        causes = [_weighted(each, data=0 if is_content else 2, code=4, environment=3) for each in self._causes(report)]
+        # Programs were run as they were; a module that a recipe names, as it is now in both.
+        code = 0 if all(each.environment.get("program") for each in self.sides) else 4
+        weights = {"data": 0 if is_content else 2, "code": code, "environment": 3}
+        causes = [_weighted(each, **weights) for each in self._causes(report)]
         if is_content:
             causes.append(Cause(kind="data", key=where.samples[0], evidence=f"the {where}", rank=3))
         if settings:

@@ -161,7 +161,9 @@ class Engine:
                     f"{now['world_size']}"
                 )
             if changed := fixed_differences(stretch.end.recipe(self.run), load_recipe(again.root).recipe):
-                raise NotReplayedError(f"{stretch} cannot be computed again here: its program trains another recipe: {changed}")
+                raise NotReplayedError(
+                    f"{stretch} cannot be computed again here: its program trains another recipe: {changed}"
+                )
         for key, name in _SAME_DATA.items():
             if key in before and before[key] != now.get(key):
                 was = f"its {name} was {before[key]}, and here it would be {now.get(key)}"
