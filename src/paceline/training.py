@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import re
@@ -101,7 +102,7 @@ def train(
             log = (lambda line: None) if quiet else print
             recipe, overrides = recipe_for_data(str(recipe), overrides, options.run_dir, log)
         loaded = load_recipe(recipe, overrides)
-    if recipe is None and isinstance(task, type):
+    if recipe is None and inspect.isclass(task):
         loaded = replace(loaded, name=task.__name__)
     if run is not None and loaded.origins.get("train.until") != "override" and beyond_until(run):
         loaded = replace(loaded, recipe=replace(loaded.recipe, train=replace(loaded.recipe.train, until=None)))

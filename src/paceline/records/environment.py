@@ -5,6 +5,7 @@ Environment variables are not recorded: they may contain passwords and tokens.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -15,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,20 @@ def code_digests(references: Iterable[str], program: str | None = None) -> dict[
 def file_digest(path: Path) -> str:
     """Return the digest of a source file, as recorded."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def in_folder_of(environment: Mapping[str, Any]) -> Iterator[None]:
+    """Context in the folder that the run was started in, if it exists: relative paths of its data begin there."""
+    folder = folder_of(environment)
+    with contextlib.nullcontext() if folder is None else contextlib.chdir(folder):
+        yield
+
+
+def folder_of(environment: Mapping[str, Any]) -> Path | None:
+    """Return the folder that the run was started in; None if it does not exist."""
+    folder = Path(str(environment.get("directory", "")))
+    return folder if folder.is_absolute() and folder.is_dir() else None
 
 
 def git_facts(directory: Path) -> dict[str, Any] | None:

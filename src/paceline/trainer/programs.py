@@ -1,6 +1,6 @@
 """Programs of the user that train a run: what is recorded of one, and how a study has it computed again.
 
-A study (``paceline_advisor/replay``) starts the recorded program with ``REPLAY_VARIABLE``: JSON of the run's identity,
+A study, such as ``verify``, starts the recorded program with ``REPLAY_VARIABLE``: JSON of the run's identity,
 another run directory, and recipe keys, which end the run after a step. ``paceline.train``, ``fit`` and ``Loop`` then
 use these, and end the program after that step.
 """

@@ -10,10 +10,10 @@ from typing import Any
 
 from paceline.recipe.load import differences
 from paceline.recipe.schema import Recipe
+from paceline.records.environment import folder_of
 from paceline.records.reader import read_events, read_recipe
 from paceline.records.run_directory import RunDirectory
 from paceline_advisor import Json, frozen, named
-from paceline_advisor.replay.points import folder_of
 from paceline_advisor.replay.trace import Where
 
 # Keys that change no weight; ``data.path`` is only where the data are, and the digests tell what they are.
@@ -147,7 +147,7 @@ def data_folder(run: RunDirectory, environment: Mapping[str, Any]) -> Path | Non
     path = (read_recipe(run).get("data") or {}).get("path")
     if not path:
         return None
-    root = (folder_of(dict(environment)) or Path()) / Path(str(path)).expanduser()
+    root = (folder_of(environment) or Path()) / Path(str(path)).expanduser()
     return root.parent if root.is_file() else root  # a table names pictures next to it
 
 

@@ -26,7 +26,7 @@ from paceline.parsing.units import Duration, format_seconds
 from paceline.plugins.references import is_code_trusted
 from paceline.recipe.load import OWN_LOOP, differences, load_recipe, to_yaml
 from paceline.recipe.running import Profile
-from paceline.records.environment import file_digest
+from paceline.records.environment import file_digest, folder_of
 from paceline.records.reader import read_environment, read_events, read_identity, read_json, read_recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.trainer.listeners import TRACE_VARIABLE
@@ -44,7 +44,7 @@ from paceline_advisor.replay.compare import (
     compare_states,
     first_state_difference,
 )
-from paceline_advisor.replay.points import Point, Stretch, copy_as_of, folder_of
+from paceline_advisor.replay.points import Point, Stretch, copy_as_of
 from paceline_advisor.replay.trace import Trace, read_trace
 
 _POLL_SECONDS = 0.1

@@ -25,7 +25,7 @@ from paceline.pages.shown import Shown
 from paceline.parsing.units import counted
 from paceline.plugins.references import is_same_class
 from paceline.recipe.load import load_recipe
-from paceline.records.environment import capture_environment
+from paceline.records.environment import capture_environment, in_folder_of
 from paceline.records.reader import (
     read_environment,
     read_identity,
@@ -46,7 +46,7 @@ from paceline_advisor.launches import check_can_watch
 from paceline_advisor.replay.causes import changed_files, other_environment
 from paceline_advisor.replay.compare import FirstDifference
 from paceline_advisor.replay.engine import Engine, NotReplayedError, StretchOutcome, progress_bar
-from paceline_advisor.replay.points import Stretch, in_folder_of, points_of, stretches_of
+from paceline_advisor.replay.points import Stretch, points_of, stretches_of
 
 Verdict = Literal["equal", "different", "unknown"]
 
@@ -367,7 +367,7 @@ def _other_data(run: RunDirectory, stretch: Stretch, environment: Mapping[str, A
     recipe = stretch.end.recipe(run)
     count = int(stretch.end.facts.get("world_size", 1))
     try:
-        with in_folder_of(dict(environment)):
+        with in_folder_of(environment):
             subject = Subject.open(recipe, World(world_size=count, local_world_size=count), "shapes")
     except PacelineError as error:
         raise CannotTellError(f"its recipe cannot be opened here: {error}") from error
