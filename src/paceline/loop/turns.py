@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dis
-import gc
 import math
 import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +33,7 @@ from paceline.learning.copies import FingerprintCollector
 from paceline.learning.losses import LossWatcher, described
 from paceline.learning.observer import NetworkObserver
 from paceline.loop.kept import ADVICE, Kept
+from paceline.loop.leaving import left_on_purpose
 from paceline.loop.opening import LoopSubject, SampleStream
 from paceline.loop.scores import Scores, modes_restored
 from paceline.metrics.accumulator import Metric
@@ -545,7 +543,7 @@ class Turns:
     def _leave(self, frame: FrameType | None) -> None:
         """End a loop that the body left: with ``break`` or ``return`` after this step, or with an error."""
         run, step = self.run, self.run.progress.step + 1
-        if not _left_on_purpose(frame):
+        if not left_on_purpose(frame):
             self._fail(TrainingError(f"the body of the loop raised an error in step {step}"))
             return
         try:
@@ -584,37 +582,3 @@ def _noted(batches: Iterator[Batch], prints: FingerprintCollector) -> Iterator[B
     for batch in batches:
         prints.add(tensors_in(batch.inputs))
         yield batch
-
-
-def close_at_exit(steps: Generator[tuple[int, Any], None, None]) -> None:
-    """Have the loop end with the program, if that has left the loop's body but still holds its iterator."""
-    held, process = weakref.ref(steps), os.getpid()
-
-    def close() -> None:
-        steps, error = held(), getattr(sys, "last_value", None)
-        if steps is None or os.getpid() != process:  # a forked one has not left the body
-            return
-        if error is None:
-            steps.close()
-        else:  # which has ended the program, and was shown
-            with contextlib.suppress(type(error)):
-                steps.throw(error)
-
-    # Not `atexit`: no thread can be started there, and a save needs one.
-    threading._register_atexit(close)  # type: ignore[attr-defined]  # noqa: SLF001  # atexit runs after threads ended
-
-
-def _left_on_purpose(frame: FrameType | None) -> bool:
-    """Whether the body left the loop without an exception, also through a generator around the loop such as tqdm's."""
-    while frame is not None:
-        raised = {each.tb_lasti for each in gc.get_referrers(frame) if isinstance(each, TracebackType)}
-        if frame.f_lasti not in raised and _operation(frame, frame.f_lasti) not in ("RERAISE", "RAISE_VARARGS"):
-            return True
-        if not {_operation(frame, each) for each in raised} & {"YIELD_VALUE", "RESUME"}:
-            return False
-        frame = frame.f_back  # this one is a generator that is being closed
-    return True
-
-
-def _operation(frame: FrameType, at: int) -> str:
-    return dis.opname[frame.f_code.co_code[at]] if at >= 0 else ""
