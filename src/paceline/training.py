@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import io
 import os
 import re
@@ -23,8 +24,8 @@ from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, StoppedError, TrainingError, without_frames
 from paceline.host.processes import ProcessGroup, received_signals, without_rank_variables
 from paceline.host.system import STOP_SIGNALS
-from paceline.plugins.references import trusting_code
-from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, to_yaml
+from paceline.plugins.references import is_reference, trusting_code
+from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, override_pairs, to_yaml
 from paceline.records.reader import beyond_until
 from paceline.records.run_directory import RunDirectory, default_run_directory, existing_run
 from paceline.reports.html.page import report_at_the_end
@@ -32,6 +33,7 @@ from paceline.telemetry.display import BAR, BAR_VARIABLE, bar_of_cell, choose_di
 from paceline.trainer.carried import CARRIED_VARIABLE, Carried
 from paceline.trainer.listeners import Callbacks
 from paceline.trainer.process_settings import restore_random_states, restore_torch_settings
+from paceline.trainer.programs import recorded_program, requested_replay
 from paceline.trainer.result import TrainResult
 from paceline.trainer.run_dir_checks import has_trained
 from paceline.trainer.subject import Options, TaskMaker
@@ -81,6 +83,8 @@ def train(
             "neither a recipe nor a task was given; name a recipe, for example paceline.train('digits'), or the "
             "run_dir of a run to continue."
         )
+    if (replay := requested_replay(directory)) is not None:
+        directory, overrides = replay[0], {**dict(override_pairs(overrides)), **replay[1]}
     run = None
     if recipe is None and directory is not None and (task is None or has_trained(RunDirectory(directory))):
         run = existing_run(directory, "that of a run to continue, or name a recipe")
@@ -100,15 +104,14 @@ def train(
             log = (lambda line: None) if quiet else print
             recipe, overrides = recipe_for_data(str(recipe), overrides, options.run_dir, log)
         loaded = load_recipe(recipe, overrides)
-    if recipe is None and isinstance(task, type):
+    if recipe is None and inspect.isclass(task):
         loaded = replace(loaded, name=task.__name__)
     if run is not None and loaded.origins.get("train.until") != "override" and beyond_until(run):
         loaded = replace(loaded, recipe=replace(loaded.recipe, train=replace(loaded.recipe.train, until=None)))
-    if processes > 1:
-        return _train_in_processes(loaded, options, processes, quiet=quiet)
-    with restore_torch_settings(), restore_random_states(None):
-        result = replace(train_recipe(loaded, options), make_task=task)
-    if result.learning and not quiet:
+    result = _train(loaded, options, processes, quiet=quiet)
+    if replay is not None:
+        raise SystemExit(0)
+    if processes == 1 and result.learning and not quiet:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error may be full, closed or missing
             sys.stderr.write(f"paceline: warning: {result.learning}\n")
     return result
@@ -139,6 +142,16 @@ def _check_arguments(*, processes: Any, run_dir: Any, resume: Any, callbacks: An
     for key, value, is_right, rule in wrong:
         if not is_right:
             raise RecipeError(f"{key} is {value!r}; give {rule}.", key=key, value=value, rule=rule)
+
+
+def _train(loaded: LoadedRecipe, options: Options, processes: int, *, quiet: bool) -> TrainResult:
+    task, objects = options.task, loaded.recipe.objects.values()
+    by_name = task is None or (objects and all(map(is_reference, objects)))  # what commands can import
+    with contextlib.nullcontext() if by_name else recorded_program(read_launch(os.environ)):
+        if processes > 1:
+            return _train_in_processes(loaded, options, processes, quiet=quiet)
+        with restore_torch_settings(), restore_random_states(None):
+            return replace(train_recipe(loaded, options), make_task=task)
 
 
 def _train_in_processes(loaded: LoadedRecipe, options: Options, processes: int, *, quiet: bool) -> TrainResult:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -37,6 +37,7 @@ class CommandProcess:
         limit_seconds: Time limit, after which it is killed.
         variables: Additional environment variables.
         folder: Its working directory; None for this process's.
+        program: What to start instead of ``paceline``.
 
     Raises:
         LaunchError: If it cannot be started.
@@ -50,6 +51,7 @@ class CommandProcess:
         limit_seconds: float,
         variables: Mapping[str, str] | None = None,
         folder: Path | None = None,
+        program: Sequence[str] = (sys.executable, "-P", "-m", "paceline"),
     ) -> None:
         self._deadline = time.monotonic() + limit_seconds
         self._limit = limit_seconds
@@ -60,7 +62,7 @@ class CommandProcess:
         self.begun = time.monotonic()
         try:
             child = self._group.start(
-                [sys.executable, "-P", "-m", "paceline", *arguments],
+                [*program, *arguments],
                 env={**without_rank_variables(os.environ), "TMPDIR": temporary, **(variables or {})},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,

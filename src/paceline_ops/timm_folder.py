@@ -20,9 +20,10 @@ from paceline.checkpoint.durable import hash_file
 from paceline.checkpoint.hub_folder import CONFIG, UNNAMED, WEIGHTS
 from paceline.checkpoint.state import strip_wrapper_prefix
 from paceline.checkpoint.weights import ROUNDED, SavedWeights, weights_sha256
-from paceline.errors import ModelError, RecipeError, RunDirectoryError
+from paceline.errors import ModelError, PacelineError, RecipeError, RunDirectoryError
 from paceline.inference.export import ExportRequest, file_metadata, rounded, without_paths, write_tensors
 from paceline.models.build import HUB, hub_network
+from paceline.parsing.plain_text import one_line
 from paceline.parsing.units import metric_unit
 from paceline.recipe.model import ModelSection
 from paceline.records.events import for_display
@@ -30,6 +31,7 @@ from paceline.records.reader import NO_METRICS, read_environment, read_events
 from paceline.records.run_directory import RunDirectory
 from paceline.tasks.exportable import Exportable
 from paceline.tasks.trained import open_exportable, trained_recipe, trained_task
+from paceline.training_record import card_facts
 
 _BEYOND_ONE_LABEL = {
     "labels": "gives an image any number of labels",
@@ -215,6 +217,7 @@ def model_card(saved: SavedWeights, architecture: str, *, weights_file: Path, ru
         f"# {architecture} for {len(data['class_names'])} classes",
         f"{made}. Unknown facts are marked as not known.",
         "## What it is\n\n" + table(_about(saved, architecture, data, origin)),
+        *(["## What it was trained on\n\n" + table(trained)] if (trained := training_facts(origin)) else []),
         _results(saved, origin),
         _how_to_load(data),
         "## Hashes\n\n" + table(hashes),
@@ -244,6 +247,16 @@ def weights_origin(saved: SavedWeights, target: Path) -> WeightsOrigin:
     except RunDirectoryError:
         return WeightsOrigin(folder.resolve().name, step, folder)
     return WeightsOrigin(folder.resolve().name, step, folder, facts[-1] if facts else {}, environment)
+
+
+def training_facts(origin: WeightsOrigin) -> dict[str, str]:
+    """Return what the run was trained on; empty without a run directory, or if its records are damaged."""
+    if origin.folder is None:
+        return {}
+    try:
+        return {key: one_line(value) for key, value in card_facts(RunDirectory(origin.folder)).items()}
+    except PacelineError:
+        return {}
 
 
 def _front_matter(architecture: str, data: Mapping[str, Any], metrics: Mapping[str, float]) -> str:

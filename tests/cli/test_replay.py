@@ -173,6 +173,26 @@ def test_kinds_of_honest_runs(paceline_here: Call, trained: Callable[..., Path],
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["mirror", "sharded"])
+def test_a_run_with_a_mirror_and_a_sharded_one(
+    paceline_here: Call, tiny_recipe: Path, tmp_path: Path, kind: str
+) -> None:
+    words = [f"{key}={'off' if each is None else each}" for key, each in STEPS.items()]
+    mirrored = (f"checkpoint.mirror={(tmp_path / 'copy').as_uri()}",)
+    words += mirrored if kind == "mirror" else ("parallel.strategy=fsdp", "train.ema=off", "--processes", "2")
+    paceline_here("train", tiny_recipe, *words, "--run-dir", "run").ended(0)
+    before = fingerprint(tmp_path / "copy") if kind == "mirror" else None
+    verified(paceline_here, Path("run"), 0, "--step", "2:8")
+    assert before == (fingerprint(tmp_path / "copy") if kind == "mirror" else None)
+    edit_events(
+        Path("run"),
+        lambda each: each.update(loss=each["loss"] / 2) if each["event"] == "step" and each["step"] == 6 else 0,
+    )
+    found = verified(paceline_here, Path("run"), 1, "--step", "5:8")["first_difference"]
+    assert (found["to"], found["step"], found["tensor"]) == (8, 6, "loss")
+
+
+@pytest.mark.thorough
 def test_a_run_that_was_stopped_made_longer_and_pruned(paceline_here: Call, trained: Callable[..., Path]) -> None:
     trained("other", {"train.duration": "7 steps", "schedule.name": "cosine"})
     trained("other", {"train.until": "9 steps", "schedule.name": "cosine"})

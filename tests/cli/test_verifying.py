@@ -132,12 +132,15 @@ def test_a_silent_fault_ends_the_run_with_the_last_good_checkpoint(
 @pytest.mark.thorough
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("fault", ["loss", "chip"])
-def test_a_fault_of_one_of_two_processes_is_found_by_the_other(
-    paceline_command: Call, folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, fault: str
+@pytest.mark.parametrize("processes", [2, 3])
+def test_a_fault_of_one_process_is_found_by_another(
+    paceline_command: Call, folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, fault: str, processes: int
 ) -> None:
+    """A chip that always computes the same wrong number is found only where another one computes its part."""
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("AT", str(rank))
-    call = ("train", "digits", "task=faulty:Faulty", *KEYS, "--processes", 2, "--run-dir", "run")
+    exact = ("parallel.exact=true", "batch.global_size=48", "batch.micro_size=8") if processes == 3 else ()
+    call = ("train", "digits", "task=faulty:Faulty", *KEYS, *exact, "--processes", processes, "--run-dir", "run")
     assert "step 9, computed again from step-00000008, differs on rank" in paceline_command(*call).ended(1).err
 
 

@@ -203,6 +203,9 @@ def test_what_is_said_in_the_terminal_and_on_the_page(
         assert "\x1b" not in text
     assert "[a](" not in card
     assert "data:image/" in page  # of held-out images
+    for text in (page, card):
+        assert "Digest of the ledger" in text
+        assert "Training samples by class" in text
     assert str(photos.parent) not in page + card  # names of files are nobody else's business
     before = {each: each.read_bytes() for each in shared.iterdir() if each.is_file()}
     with raises(CheckpointError):

@@ -67,6 +67,7 @@ class StepBuffers:
 
     Attributes:
         summed: The buffers whose changes are added up.
+        needs_broadcast: Whether others have the values of logical rank 0.
     """
 
     def __init__(self, network: nn.Module, collectives: Collectives) -> None:
@@ -80,7 +81,7 @@ class StepBuffers:
         ]
         self._rank0 = [tensor for tensor, is_number in zip(self._tensors, is_summed, strict=True) if not is_number]
         self._rank0_result = [torch.empty_like(each) for each in self._rank0]
-        self._needs_broadcast = any(
+        self.needs_broadcast = any(
             name != _COUNTER for (_, name, _), is_number in zip(self._entries, is_summed, strict=True) if not is_number
         )
         self._collectives = collectives
@@ -113,7 +114,7 @@ class StepBuffers:
         if self.summed:
             _copy(self.summed, self._summed_initial)
             torch._foreach_add_(self.summed, changes)
-        if self._needs_broadcast:
+        if self.needs_broadcast:
             if self._collectives.world.is_first:
                 _copy(self._rank0, self._rank0_result)
             self._collectives.broadcast_tensors(self._rank0)
@@ -187,9 +188,13 @@ class ExactDataParallel(Replicas):
         network: The bare network.
         forward_fn: The callable that the step uses: the network, compiled if requested.
         collectives: The processes.
+
+    Attributes:
+        shift: Each process computes the logical ranks of the one this many ranks further.
     """
 
     needs_warmup = True
+    shift = 0
 
     def __init__(self, network: nn.Module, forward_fn: Callable[..., Any], collectives: Collectives) -> None:
         self.model = self.eval_model = forward_fn
@@ -207,6 +212,11 @@ class ExactDataParallel(Replicas):
         self._get_flags: Callable[[], ControlFlags] = ControlFlags
         self._votes = FlagReader(self._leaf.scalars.device, count=len(ControlFlags._fields))
         self._span: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether no buffer has the values of logical rank 0, which the first process is to have."""
+        return not self._buffers.needs_broadcast
 
     def timed_by(self, stopwatch: Stopwatch) -> None:
         """Only the exchange counts as waiting; summation counts as computing."""
@@ -324,6 +334,7 @@ class ExactDataParallel(Replicas):
             nodes_of(min(first, self._leaves), min(first + per_process, self._leaves))
             for first in range(0, self._logical_ranks, per_process)
         ]
+        nodes_by_process = nodes_by_process[self.shift :] + nodes_by_process[: self.shift]
         received: dict[Node, torch.Tensor] = {}
         for index in range(max(len(nodes) for nodes in nodes_by_process)):
             senders = [nodes[index] for nodes in nodes_by_process if index < len(nodes)]

@@ -173,7 +173,7 @@ class Loop:
         """
         if self._has_begun:
             raise LoopError("a loop runs once, over all its epochs; leave out the loop around it, or make another.")
-        from paceline.loop.turns import close_at_exit
+        from paceline.loop.leaving import close_at_exit
 
         self._has_begun = True
         steps = self._turns.take()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -27,7 +26,7 @@ from paceline.distributed.collectives import leave
 from paceline.distributed.device import check_communication, choose_device, describe_machine
 from paceline.distributed.environment import LaunchEnvironment, read_launch
 from paceline.errors import LoopError, RecipeError, RunDirectoryError, did_you_mean
-from paceline.host.world import COMMAND_VARIABLE, World
+from paceline.host.world import World
 from paceline.parsing.arguments import shown
 from paceline.plan import DataFacts, Plan, make
 from paceline.recipe.load import OWN_LOOP, LoadedRecipe, load_recipe
@@ -35,6 +34,7 @@ from paceline.records.reader import read_plan_to_resume, read_recipe
 from paceline.reports.html.page import report_at_the_end
 from paceline.telemetry.display import Display, choose_display
 from paceline.telemetry.trackers import check_trackers
+from paceline.trainer.programs import recorded_program, requested_replay
 from paceline.trainer.run_dir_checks import has_trained
 from paceline.trainer.subject import Options, Subject
 
@@ -79,6 +79,11 @@ class Given:
     device: str
     overrides: Mapping[str, Any]
 
+    @cached_property
+    def replay(self) -> tuple[Path, dict[str, Any]] | None:
+        """The directory and the settings of a study that computes the run again."""
+        return requested_replay(self.run_dir)
+
     def _check(self) -> None:
         given: Any = self  # whatever their types should be
         is_number = isinstance(given.epochs, SupportsFloat) and not isinstance(given.epochs, bool)
@@ -117,7 +122,7 @@ class Given:
             "parallel.device": str(self.device),
         }
         with _naming_arguments():
-            loaded = load_recipe(None, {**keys, **self.overrides})
+            loaded = load_recipe(None, {**keys, **self.overrides, **(self.replay or (0, {}))[1]})
         origins = {key: origin for key, origin in loaded.origins.items() if key in self.overrides}
         return replace(loaded, name=self.run_dir.name, origins=origins)
 
@@ -174,7 +179,8 @@ class LoopSubject(Subject):
         samples = take_apart(given.data, "dataset", given.collate)
         self._check_sizes(samples)
         self.display = choose_display(sys.stderr, live=False) if self.world.is_first else Display()
-        self.options = Options(run_dir=given.run_dir, display=self.display, report=report_at_the_end)
+        run_dir = given.replay[0] if given.replay else given.run_dir
+        self.options = Options(run_dir=run_dir, display=self.display, report=report_at_the_end)
         self.resumes, self.impurity = False, ""
         self.device = choose_device(self.recipe.parallel.device, self.world)
         check_communication(self.recipe.parallel.backend, self.device)
@@ -190,7 +196,7 @@ class LoopSubject(Subject):
         self._held_out: dict[str, tuple[Any, SampleStream]] = {}
         self.source = self.open_source(samples, training=True)
         self.callback(self._close_sources)
-        with _recorded_command(launch):
+        with recorded_program(launch):
             self._join(launch)
 
     def open_source(self, samples: Samples, *, training: bool) -> SampleStream:
@@ -297,24 +303,3 @@ class LoopSubject(Subject):
     def _leave(self) -> None:
         # The program may still use its replicas when the loop has ended.
         atexit.register(leave)
-
-
-@contextmanager
-def _recorded_command(launch: LaunchEnvironment) -> Iterator[None]:
-    """Record the command that started this program, for ``paceline resume``; also one that a launcher was given."""
-    known = os.environ.get(COMMAND_VARIABLE)
-    if known is None:
-        os.environ[COMMAND_VARIABLE] = shlex.join(_typed(launch))
-    try:
-        yield
-    finally:
-        if known is None:
-            del os.environ[COMMAND_VARIABLE]
-
-
-def _typed(launch: LaunchEnvironment) -> list[str]:
-    if launch.source == "torchrun" and "TORCHELASTIC_RUN_ID" in os.environ:
-        command_line = Path(f"/proc/{os.getppid()}/cmdline")
-        if command_line.is_file():
-            return command_line.read_bytes().decode(errors="replace").split("\0")[:-1]
-    return [sys.executable, *sys.orig_argv[1:]]

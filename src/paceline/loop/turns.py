@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dis
-import gc
 import math
 import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,6 +33,7 @@ from paceline.learning.copies import FingerprintCollector
 from paceline.learning.losses import LossWatcher, described
 from paceline.learning.observer import NetworkObserver
 from paceline.loop.kept import ADVICE, Kept
+from paceline.loop.leaving import left_on_purpose
 from paceline.loop.opening import LoopSubject, SampleStream
 from paceline.loop.scores import Scores, modes_restored
 from paceline.metrics.accumulator import Metric
@@ -49,6 +47,7 @@ from paceline.telemetry.display import RunProgress
 from paceline.telemetry.meter import PHASES
 from paceline.trainer.build import build_publisher, build_recorder
 from paceline.trainer.evaluate import Evaluation
+from paceline.trainer.listeners import TRACE_VARIABLE
 from paceline.trainer.nonfinite import check_loss, check_outcome, check_results
 from paceline.trainer.observing import LearningListener
 from paceline.trainer.process_settings import StopRequest, restore_random_states
@@ -56,6 +55,9 @@ from paceline.trainer.saved_run import SavedRun
 from paceline.trainer.saving import finish_mirroring, finish_saving, restore, save_checkpoint
 from paceline.trainer.step_stats import Progress, Window
 from paceline.trainer.train import record_end, record_failure, record_start, write_pages
+
+if TYPE_CHECKING:
+    from paceline.trainer.tracing import StepTracer
 
 # What the body does in a step is its own affair: the clock sees only what is around it.
 _UNSEEN = frozenset({"forward", "backward", "communication", "optimizer", "ema"})
@@ -135,6 +137,7 @@ class Turns:
         self._learning: LearningListener | None = None
         self._network: nn.Module | None = None
         self._observing = contextlib.ExitStack()
+        self._tracer: StepTracer | None = None
         self._observed: dict[str, Mapping[str, Any]] = {}
         self._not_finite: set[str] = set()
         self._wanted, self._waited = ControlFlags(), 0
@@ -167,6 +170,8 @@ class Turns:
                 raise
             finally:
                 self.phase = "over"
+        if self.subject.given.replay:
+            raise SystemExit(0)
         if ending == "signal":
             raise SystemExit(StoppedError.exit_code)
 
@@ -205,6 +210,12 @@ class Turns:
             run.components.add(name, component)
         for name, own in (("progress", run.progress), ("window", run.window), ("clock", run.clock)):
             run.components.add(name, own)
+        if (setting := os.environ.get(TRACE_VARIABLE)) is not None:
+            from paceline.trainer.tracing import StepTracer  # ordinary runs do not need it
+
+            self._tracer = StepTracer(
+                run, _as_one(kept.modules()), kept.optimizers, subject.source.samples.path, setting
+            )
         return run
 
     def _begin(self) -> str:
@@ -244,7 +255,7 @@ class Turns:
         }
         if not modules:
             return
-        self._network = next(iter(modules.values())) if len(modules) == 1 else nn.ModuleDict(modules)
+        self._network = _as_one(modules)
         observer = NetworkObserver(self._network, hooked=True)
         self._learning = LearningListener(observer, self.run.progress, self.run.plan.total_steps)
         # The program may drop the gradients at the end of its body.
@@ -277,6 +288,10 @@ class Turns:
         if self._learning is not None and self._network is not None:
             self._learning.begin_step()
             self._observing.enter_context(self._learning.around_forward(self._network, self._batch))
+        if self._tracer is not None:
+            self._tracer.begin_step()
+            self._observing.enter_context(self._tracer.around_backward(self._batch))
+            self._observing.enter_context(self._tracer.around_forward(_as_one(self.kept.modules()), self._batch))
         return batch
 
     def move(self, batch: Any) -> Any:
@@ -304,7 +319,7 @@ class Turns:
         found_best = run.best is not None and progress.best["position"] == progress.position
         saves = run.due("checkpoint") or (agreed.save and is_new) or found_best
         self._wanted = ControlFlags(stop=self._wanted.stop or agreed.stop, save=self._wanted.save or saves)
-        is_over = progress.position >= plan.total_steps
+        is_over = progress.position >= plan.end
         if not (is_over or any(self._wanted)):
             return ""
         waits = self._waits(saves=found_best and not is_over)
@@ -312,7 +327,9 @@ class Turns:
             return ""
         self._save()
         self._wanted = self._wanted._replace(save=waits)  # once more, with the optimizer's step
-        return "duration" if is_over else "signal" * (self._wanted.stop and not waits)
+        if is_over:
+            return "duration" if progress.position >= plan.total_steps else "until"
+        return "signal" * (self._wanted.stop and not waits)
 
     def _count(self) -> None:
         assert self._batch is not None
@@ -323,6 +340,8 @@ class Turns:
         self._batch = self._loss = None
         run.clock.end_step(run.plan.step_samples(progress.position - 1))
         run.display.advance(progress.step)
+        if self._tracer is not None:
+            self._tracer.on_step_end(progress.step)
         if run.due("log"):
             self._write_step()
         if self._evaluations:
@@ -373,6 +392,8 @@ class Turns:
                 )
             if name == "loss":
                 self._loss = value.reshape(()).float()
+                if self._tracer is not None:
+                    self._tracer.after_loss(self._loss)
             else:
                 self._logged[name] = value.reshape(())
 
@@ -522,7 +543,7 @@ class Turns:
     def _leave(self, frame: FrameType | None) -> None:
         """End a loop that the body left: with ``break`` or ``return`` after this step, or with an error."""
         run, step = self.run, self.run.progress.step + 1
-        if not _left_on_purpose(frame):
+        if not left_on_purpose(frame):
             self._fail(TrainingError(f"the body of the loop raised an error in step {step}"))
             return
         try:
@@ -553,41 +574,11 @@ class Turns:
         return {"model": self.kept.sha256()}
 
 
+def _as_one(modules: dict[str, nn.Module]) -> nn.Module:
+    return next(iter(modules.values())) if len(modules) == 1 else nn.ModuleDict(modules)
+
+
 def _noted(batches: Iterator[Batch], prints: FingerprintCollector) -> Iterator[Batch]:
     for batch in batches:
         prints.add(tensors_in(batch.inputs))
         yield batch
-
-
-def close_at_exit(steps: Generator[tuple[int, Any], None, None]) -> None:
-    """Have the loop end with the program, if that has left the loop's body but still holds its iterator."""
-    held, process = weakref.ref(steps), os.getpid()
-
-    def close() -> None:
-        steps, error = held(), getattr(sys, "last_value", None)
-        if steps is None or os.getpid() != process:  # a forked one has not left the body
-            return
-        if error is None:
-            steps.close()
-        else:  # which has ended the program, and was shown
-            with contextlib.suppress(type(error)):
-                steps.throw(error)
-
-    # Not `atexit`: no thread can be started there, and a save needs one.
-    threading._register_atexit(close)  # type: ignore[attr-defined]  # noqa: SLF001  # atexit runs after threads ended
-
-
-def _left_on_purpose(frame: FrameType | None) -> bool:
-    """Whether the body left the loop without an exception, also through a generator around the loop such as tqdm's."""
-    while frame is not None:
-        raised = {each.tb_lasti for each in gc.get_referrers(frame) if isinstance(each, TracebackType)}
-        if frame.f_lasti not in raised and _operation(frame, frame.f_lasti) not in ("RERAISE", "RAISE_VARARGS"):
-            return True
-        if not {_operation(frame, each) for each in raised} & {"YIELD_VALUE", "RESUME"}:
-            return False
-        frame = frame.f_back  # this one is a generator that is being closed
-    return True
-
-
-def _operation(frame: FrameType, at: int) -> str:
-    return dis.opname[frame.f_code.co_code[at]] if at >= 0 else ""

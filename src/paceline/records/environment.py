@@ -5,6 +5,7 @@ Environment variables are not recorded: they may contain passwords and tokens.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -15,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +86,41 @@ def cpu_facts() -> dict[str, Any]:
     return {"model": cpu_name(), "cores": os.cpu_count(), "usable_cores": available_cores()}
 
 
-def code_digests(references: Iterable[str]) -> dict[str, str]:
+def code_digests(references: Iterable[str], program: str | None = None) -> dict[str, str]:
     """Return a digest of each imported source file that holds code of yours, by its module.
 
     Args:
         references: Names of modules, or of objects in them; those of Paceline itself are left out.
+        program: A program that trains the run. It and the modules next to it are named by their files' paths there.
     """
-    found = {}
-    for name in (each.partition(":")[0] for each in references):
-        path = getattr(sys.modules.get(name), "__file__", None)
-        if path is not None and not is_ours(name) and Path(path).is_file():
-            found[name] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
-    return found
+    loaded = {name: each for name, each in [*sys.modules.items()] if not (is_ours(name) or name == "__main__")}
+    places = {name: getattr(each, "__file__", None) for name, each in loaded.items()}
+    files = {name: Path(path) for each in references if (path := places.get(name := each.partition(":")[0]))}
+    if program is not None:
+        folder = Path(program).parent
+        own = {Path(program), *(Path(path) for path in places.values() if path)}
+        near = (path for path in sorted(own) if path.is_relative_to(folder) and "site-packages" not in path.parts)
+        files |= {str(path.relative_to(folder)): path for path in near}
+    return {name: file_digest(path) for name, path in files.items() if path.is_file()}
+
+
+def file_digest(path: Path) -> str:
+    """Return the digest of a source file, as recorded."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def in_folder_of(environment: Mapping[str, Any]) -> Iterator[None]:
+    """Context in the folder that the run was started in, if it exists: relative paths of its data begin there."""
+    folder = folder_of(environment)
+    with contextlib.nullcontext() if folder is None else contextlib.chdir(folder):
+        yield
+
+
+def folder_of(environment: Mapping[str, Any]) -> Path | None:
+    """Return the folder that the run was started in; None if it does not exist."""
+    folder = Path(str(environment.get("directory", "")))
+    return folder if folder.is_absolute() and folder.is_dir() else None
 
 
 def git_facts(directory: Path) -> dict[str, Any] | None:

@@ -183,7 +183,8 @@ def _trace(run: Run) -> None:
     if (setting := os.environ.get(TRACE_VARIABLE)) is not None:
         from paceline.trainer.tracing import StepTracer  # ordinary runs do not need it
 
-        tracer = StepTracer(run, setting)
+        name_of = partial(run.pipeline.sample_name, training=True)
+        tracer = StepTracer(run, run.network, [run.optimizer], name_of, setting)
         run.listeners.append(tracer)
         run.callbacks = replace(run.callbacks, observers=(*run.callbacks.observers, tracer))
 

@@ -59,6 +59,7 @@ from paceline.telemetry.trackers import check_trackers
 from paceline.trainer import network as networks
 from paceline.trainer.listeners import Callbacks
 from paceline.trainer.process_settings import StopRequest, keep_freed_memory, restore_random_states
+from paceline.trainer.programs import PROGRAM_VARIABLE
 from paceline.version import __version__
 
 if TYPE_CHECKING:  # what only a run needs is imported when one is opened
@@ -384,6 +385,7 @@ class Subject(contextlib.ExitStack[bool | None]):
         mirroring.check_all_resume(self.resumes, recipe, self.collectives)
 
         # The first process: where the run starts, from the copy at an address or from local files.
+        program = os.environ.get(PROGRAM_VARIABLE)
         request = ResumeRequest(
             recipe=recipe,
             plan=self.plan,
@@ -396,8 +398,9 @@ class Subject(contextlib.ExitStack[bool | None]):
                 "cpu_capability": torch.backends.cpu.get_cpu_capability(),
                 # A program with its own loop has no task.
                 "code": code_digests(
-                    (*named_code(recipe), type(self.task).__module__ if "task" in vars(self) else "__main__")
+                    (*named_code(recipe), *([type(self.task).__module__] if "task" in vars(self) else [])), program
                 ),
+                "program": program,
                 "float32_matmul": torch.get_float32_matmul_precision(),
                 "cudnn_tf32": torch.backends.cudnn.allow_tf32,
                 "world_size": self.world.world_size,

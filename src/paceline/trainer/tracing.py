@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.data.batch import Batch, select_rows, tensors_in
 from paceline.trainer.listeners import Listener
-from paceline.trainer.run import Run
+from paceline.trainer.saved_run import SavedRun
 
 
 class StepTracer(Listener):
@@ -31,11 +32,22 @@ class StepTracer(Listener):
 
     Args:
         run: The run.
+        network: Its modules.
+        optimizers: What trains them.
+        sample_name: Names a sample by its number.
         setting: The folder of the notes, and the first and last step to note in detail, as JSON.
     """
 
-    def __init__(self, run: Run, setting: str) -> None:
+    def __init__(
+        self,
+        run: SavedRun,
+        network: nn.Module,
+        optimizers: Sequence[Optimizer],
+        sample_name: Callable[[int], str],
+        setting: str,
+    ) -> None:
         folder, first, last = json.loads(setting)
+        self._network, self._optimizers, self._name = network, optimizers, sample_name
         self._run, self._detailed = run, range(first, last + 1)
         self._path = Path(folder) / f"rank-{run.world.rank}.jsonl"
         self._samples: list[tuple[Any, ...]] = []
@@ -56,7 +68,7 @@ class StepTracer(Listener):
         run, count = self._run, len(batch.ids)
         for row, sample in enumerate([] if batch.slice.phantom else batch.ids.tolist()):
             parts = (digest(tensors_in(select_rows(each, [row], size=count))) for each in (batch.inputs, batch.targets))
-            self._samples.append((sample, run.pipeline.sample_name(sample, training=True), *parts))
+            self._samples.append((sample, self._name(sample), *parts))
         self._note("forward", "", "random generator", [torch.get_rng_state()])
         # A compiled network would be compiled again.
         return self._hooked() if self._is_detailed and run.plan.compile == "off" else nullcontext()
@@ -76,7 +88,7 @@ class StepTracer(Listener):
             self._note_state("update")
         for name, network in self._run.models().items():
             self._note("update", "", f"all weights ({name})", network.state_dict().values())
-        groups = self._run.optimizer.param_groups
+        groups = [group for each in self._optimizers for group in each.param_groups]
         line = {
             "step": step,
             "position": position,
@@ -89,7 +101,7 @@ class StepTracer(Listener):
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
-        modules = self._run.network.named_modules()
+        modules = self._network.named_modules()
         handles = [each.register_forward_hook(partial(self._returned, name)) for name, each in modules]
         try:
             yield
@@ -110,14 +122,15 @@ class StepTracer(Listener):
     @contextmanager
     def _noting_gradients(self) -> Iterator[None]:
         yield
-        for name, each in reversed(list(self._run.network.named_parameters())):
+        for name, each in reversed(list(self._network.named_parameters())):
             if each.grad is not None:
                 self._note_named("backward", f"{name}.grad", each.grad)
 
     def _note_state(self, phase: str) -> None:
         for weights, network in self._run.models().items():
             for name, each in network.state_dict().items():
-                self._note_named(phase, name if weights == "model" else f"{name} (moving average)", each)
+                of = {"model": "", "ema": " (moving average)"}.get(weights, f" ({weights})")
+                self._note_named(phase, f"{name}{of}", each)
 
     def _note_named(self, phase: str, name: str, value: Any) -> None:
         module = name.removesuffix(".grad").rpartition(".")[0]

@@ -1,8 +1,9 @@
 """A guard against silent faults of memory and processors (``verify.every``).
 
 The first step after each save leaves a digest of the state. When a check is due, that checkpoint is loaded, the step is
-computed again and compared bit for bit, and the run's state is put back. With two replicas each computes the other's
-micro-batches; with more it computes its own, since sums over the processes would have another order.
+computed again and compared bit for bit, and the run's state is put back. With two replicas, and with any number in an
+exact run, each computes the next one's micro-batches. Otherwise it computes its own: an all-reduce sums in an order
+that depends on the ranks, so that three replicas that exchange their parts would get other bits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from paceline.checkpoint.manifest import read_components
 from paceline.checkpoint.state import Component, HostCopies, OptimizerComponent
 from paceline.checkpoint.store import step_of
 from paceline.data.batch import Batch
+from paceline.distributed.exact import ExactDataParallel
 from paceline.distributed.strategy import ControlFlags
 from paceline.errors import CheckpointError, TrainingError
 from paceline.telemetry.clock import build_step_clock
@@ -132,13 +134,21 @@ class StepVerifier:
     def _differing(self, kept: KeptStep, states: Mapping[str, Any]) -> dict[int, tuple[str, Digests]]:
         """Compute the step again; by rank whose result differs, its host and the new digests of what differs."""
         run, world = self._run, self._run.world
-        swaps = run.plan.strategy == "ddp" and world.world_size == 2
+        count, strategy = world.world_size, run.strategy
+        if isinstance(strategy, ExactDataParallel):
+            shift = strategy.shift = int(strategy.can_shift and count > 1)
+        else:
+            shift = int(run.plan.strategy == "ddp" and count == 2)
         self._load(states)
-        self._compute(kept, replace(world, rank=1 - world.rank) if swaps else world)
+        try:
+            self._compute(kept, replace(world, rank=(world.rank + shift) % count))
+        finally:
+            if isinstance(strategy, ExactDataParallel):
+                strategy.shift = 0
         parts = run.collectives.gather((socket.gethostname(), kept.digests, self._digests()))
         found = {}
         for rank, (host, before, _) in enumerate(parts):
-            again = parts[1 - rank if swaps else rank][2]
+            again = parts[(rank - shift) % count][2]
             if names := [name for name in before | again if before.get(name) != again.get(name)]:
                 found[rank] = host, {name: again.get(name, "") for name in names}
         return found

@@ -10,10 +10,10 @@ from typing import Any
 
 from paceline.recipe.load import differences
 from paceline.recipe.schema import Recipe
+from paceline.records.environment import folder_of
 from paceline.records.reader import read_events, read_recipe
 from paceline.records.run_directory import RunDirectory
 from paceline_advisor import Json, frozen, named
-from paceline_advisor.replay.points import folder_of
 from paceline_advisor.replay.trace import Where
 
 # Keys that change no weight; ``data.path`` is only where the data are, and the digests tell what they are.
@@ -48,6 +48,8 @@ _PLANNED = {
     "logical_ranks": "micro-batches per step",
 }
 _MOST_FILES = 50
+# A commit may change anything, and commands differ in the run directory.
+_UNSURE = ("git revision", "command")
 # Packages on which no bit of a run depends.
 _NO_BITS = ("tensorboard", "scikit-learn", "pydantic", "torch")
 
@@ -90,7 +92,7 @@ def recorded_causes(first: Side, second: Side, where: Where | None, position: in
     yield from _of_recipe(first, second, changed, where)
     yield from _of_data(first, second)
     for what, old, new in _other_code(first, second):
-        rank = 2 if what == "git revision" else 0  # a commit may change anything
+        rank = 2 if what in _UNSURE else 0
         yield Cause(kind="code", key=what, evidence=f"{what} was {old} and {new}", rank=rank)
     for name, old, new in other_environment(first.environment, second.environment):
         yield Cause(kind="environment", key=name, evidence=f"{name} was {old} and {new}")
@@ -145,7 +147,7 @@ def data_folder(run: RunDirectory, environment: Mapping[str, Any]) -> Path | Non
     path = (read_recipe(run).get("data") or {}).get("path")
     if not path:
         return None
-    root = (folder_of(dict(environment)) or Path()) / Path(str(path)).expanduser()
+    root = (folder_of(environment) or Path()) / Path(str(path)).expanduser()
     return root.parent if root.is_file() else root  # a table names pictures next to it
 
 
@@ -181,6 +183,14 @@ def _other_code(first: Side, second: Side) -> Iterator[tuple[str, Any, Any]]:
         for name in sorted(one.keys() & another.keys()):
             if one[name] != another[name]:
                 yield f"source of {name}", one[name], another[name]
+    programs = [each.environment.get("program") for each in (first, second)]
+    if None not in programs:
+        one, another = (Path(str(each)).name for each in programs)
+        if one != another and code[0].get(one) != code[1].get(another):
+            yield "program", one, another
+        one, another = (each.environment.get("command") for each in (first, second))
+        if one != another:
+            yield "command", one, another
     revision, other = ((each.environment.get("git") or {}).get("revision") for each in (first, second))
     if None not in (revision, other) and revision != other:
         yield "git revision", revision, other

@@ -30,7 +30,6 @@ _OF_TENSORS_ONLY = ("progress", "window", "clock")
 _TOLERATED = ("samples", "epoch", "lr", "loss")
 # Values of a step record that are not means over the steps since the one before.
 _OF_ONE_STEP = {"epoch", "samples", "lr", "grad_norm"}
-_STATE = (*_FIRST, "scaler")
 _NAMED = 4
 _SCORES = ("weights_sha256", "ema_sha256", "metrics", "samples", "epoch", "ledger")
 
@@ -108,7 +107,9 @@ def compare_states(recorded: Path, again: Path, tolerance: float | None) -> Iter
 def first_state_difference(recorded: Path, again: Path) -> FoundDifference | None:
     """Return the first difference of weights, average and optimizer; settings of the optimizer are the recipe's."""
     found = compare_states(recorded, again, None)
-    return next((each for each in found if each.component in _STATE and "param_groups" not in each.tensor), None)
+    return next(
+        (each for each in found if each.component not in _OF_TENSORS_ONLY and "param_groups" not in each.tensor), None
+    )
 
 
 def _compare_state(component: str, old: Json, new: Json, tolerance: float | None) -> Iterator[FoundDifference]:

@@ -14,7 +14,7 @@ from paceline.errors import PacelineError, RunDirectoryError
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.parsing.units import counted
-from paceline.recipe.load import OWN_LOOP, stored_recipe
+from paceline.recipe.load import stored_recipe
 from paceline.records.reader import read_environment, read_events, read_identity, read_json, read_recipe
 from paceline.records.run_directory import existing_run
 from paceline_advisor import Json, frozen
@@ -29,7 +29,7 @@ from paceline_advisor.replay.compare import (
     shared_positions,
 )
 from paceline_advisor.replay.engine import Engine, NotReplayedError, progress_bar
-from paceline_advisor.replay.points import Point, Stretch, folder_of, points_of
+from paceline_advisor.replay.points import Point, Stretch, points_of
 from paceline_advisor.replay.trace import Trace, Where, find, first_other_step, other_settings
 from paceline_advisor.replay.verify import CannotTellError, held
 
@@ -265,14 +265,10 @@ class _Comparison:
         return replace(report, causes=_in_order(self._evident(report, pair)))
 
     def _trace(self, number: int, stretch: Stretch, detailed: range) -> tuple[Trace, str]:
-        run, environment = self.sides[number].run, self.sides[number].environment
-        if read_recipe(run).get("task") == OWN_LOOP:
-            raise NotReplayedError("a program with paceline.Loop trained them, and only it can repeat the steps")
-        engine = Engine(run=run, folder=folder_of(environment), capability=environment.get("cpu_capability"))
         which = f"the {_RUNS[number]} run, {stretch}"
         with progress_bar(stretch.batches, self.log) as show:
             try:
-                found = engine.trace(stretch, lambda done: show(done, ""), detailed)
+                found = Engine.of(self.sides[number].run).trace(stretch, lambda done: show(done, ""), detailed)
             except (NotReplayedError, PacelineError) as error:
                 raise NotReplayedError(f"{which}: {error}") from error
             show(stretch.batches, f"{which}: computed again")
@@ -283,7 +279,10 @@ class _Comparison:
         where, settings = report.where, [*other_settings(*pair)]
         assert where is not None
         is_content = where.phase == "data" and where.tensor != "samples"
-        causes = [_weighted(each, data=0 if is_content else 2, code=4, environment=3) for each in self._causes(report)]
+        # Programs were run as they were; a module that a recipe names, as it is now in both.
+        code = 0 if all(each.environment.get("program") for each in self.sides) else 4
+        weights = {"data": 0 if is_content else 2, "code": code, "environment": 3}
+        causes = [_weighted(each, **weights) for each in self._causes(report)]
         if is_content:
             causes.append(Cause(kind="data", key=where.samples[0], evidence=f"the {where}", rank=3))
         if settings:

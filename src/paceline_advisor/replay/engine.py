@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -22,11 +23,15 @@ from paceline.checkpoint.store import CheckpointStore, checkpoint_name
 from paceline.command import Log
 from paceline.errors import CheckpointError, RunDirectoryError
 from paceline.parsing.units import Duration, format_seconds
-from paceline.recipe.load import to_yaml
+from paceline.plugins.references import is_code_trusted
+from paceline.recipe.load import OWN_LOOP, differences, load_recipe, to_yaml
 from paceline.recipe.running import Profile
-from paceline.records.reader import read_events, read_json
+from paceline.records.environment import file_digest, folder_of
+from paceline.records.reader import read_environment, read_events, read_identity, read_json, read_recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.trainer.listeners import TRACE_VARIABLE
+from paceline.trainer.programs import REPLAY_VARIABLE
+from paceline.trainer.run_dir_checks import fixed_differences
 from paceline_advisor import Json, frozen
 from paceline_advisor.apply import with_values
 from paceline_advisor.launches import CommandProcess, last_step, said
@@ -47,6 +52,7 @@ _STOPPED = 75
 _CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")
 # Facts of the plan about the data that a run which is computed again must share.
 _SAME_DATA = {"task": "task", "digest": "data", "content_digest": "data's content", "teacher": "teacher"}
+_SAME_DATA |= {"contents": "samples", "objects": "objects"}  # of a program
 
 # What only writes for people: none of it changes a number. What is logged and when does, so it stays.
 _QUIET: Mapping[str, Any] = {
@@ -98,12 +104,30 @@ class Engine:
         folder: The folder that it was started in, if it exists.
         tolerance: The largest relative difference of a tensor after a number of steps; None for equal bits.
         capability: The processor's vector instructions that torch used, if other than here.
+        program: The command of the user's program that trains it; None for a recipe that says all.
     """
 
     run: RunDirectory
     folder: Path | None
     tolerance: Callable[[int], float] | None = None
     capability: str | None = None
+    program: Sequence[str] | None = None
+
+    @classmethod
+    def of(cls, run: RunDirectory, tolerance: Callable[[int], float] | None = None) -> Self:
+        """Return the engine for a run.
+
+        Raises:
+            NotReplayedError: If its program cannot be run again as it was.
+        """
+        environment = read_environment(run)
+        return cls(
+            run=run,
+            folder=folder_of(environment),
+            tolerance=tolerance,
+            capability=environment.get("cpu_capability"),
+            program=_program(run, environment),
+        )
 
     def replay(self, stretch: Stretch, progress: Progress) -> StretchOutcome:
         """Compute a stretch again in a temporary directory, and compare it."""
@@ -122,6 +146,29 @@ class Engine:
         seconds = time.perf_counter() - started
         return StretchOutcome(stretch=stretch, difference=difference, is_within=is_within, seconds=seconds)
 
+    def _check_same(self, again: RunDirectory, stretch: Stretch) -> None:
+        """Check that what was computed again had the run's data, processes and, of a program, its objects and recipe.
+
+        Raises:
+            NotReplayedError: If not.
+        """
+        before, now = ({**plan.pop("data", {}), **plan} for plan in map(read_json, (self.run.plan, again.plan)))
+        if self.program is not None:
+            count = stretch.end.facts.get("world_size", before["world_size"])
+            if now["world_size"] != count:
+                raise NotReplayedError(
+                    f"{stretch} cannot be computed again here: it had {count} processes, and its program starts "
+                    f"{now['world_size']}"
+                )
+            if changed := fixed_differences(stretch.end.recipe(self.run), load_recipe(again.root).recipe):
+                raise NotReplayedError(
+                    f"{stretch} cannot be computed again here: its program trains another recipe: {changed}"
+                )
+        for key, name in _SAME_DATA.items():
+            if key in before and before[key] != now.get(key):
+                was = f"its {name} was {before[key]}, and here it would be {now.get(key)}"
+                raise NotReplayedError(f"{stretch} cannot be computed again here: {was}")
+
     def trace(self, stretch: Stretch, progress: Progress, detailed: range) -> tuple[Trace, str]:
         """Compute a stretch again, and note digests of what each step computes.
 
@@ -139,11 +186,6 @@ class Engine:
         with _scratch() as scratch:
             setting = json.dumps([str(scratch), detailed.start, detailed.stop - 1])
             again = self._train(stretch, scratch, progress, {TRACE_VARIABLE: setting})
-            before, now = (read_json(each.plan).get("data", {}) for each in (self.run, again))
-            for key, name in _SAME_DATA.items():
-                if key in before and before[key] != now.get(key):
-                    was = f"its {name} was {before[key]}, and here it would be {now.get(key)}"
-                    raise NotReplayedError(f"{stretch} cannot be computed again here: {was}")
             records = compare_records(self.run, again, stretch.begin.position, stretch.end.position, None, shared=True)
             made, saved = (
                 each / checkpoint_name(stretch.end.step) for each in (again.checkpoints, self.run.checkpoints)
@@ -157,11 +199,12 @@ class Engine:
     def _train(
         self, stretch: Stretch, scratch: Path, progress: Progress, variables: Mapping[str, str] = MappingProxyType({})
     ) -> RunDirectory:
-        recipe = with_values(stretch.end.recipe(self.run).without_mirror(), _QUIET)
+        own, recipe = stretch.end.recipe(self.run), with_values(stretch.end.recipe(self.run).without_mirror(), _QUIET)
         plan, conditions = read_json(self.run.plan), stretch.end.state("clock").get("conditions", {})
         threads = conditions.get("threads_per_process") or plan.get("threads_per_process")
         if threads and plan.get("device") == "cpu":
             recipe = with_values(recipe, {"parallel.threads": threads})
+            variables = {**variables, **({"OMP_NUM_THREADS": str(threads)} if self.program else {})}
         if self.capability is not None and _can_limit(self.capability):
             variables = {**variables, "ATEN_CPU_CAPABILITY": self.capability.lower()}
         begin, again = stretch.begin, RunDirectory(scratch / "run")
@@ -176,18 +219,22 @@ class Engine:
             source.write_text(to_yaml(with_values(recipe, changed)), encoding="utf-8")
             if begin.path is not None:
                 shutil.copyfile(source, again.recipe)
-            arguments = ["train", str(source), "--run-dir", str(again.root), "--processes", str(world_size)]
-            log = scratch / f"launch-{number}"
-            with CommandProcess(
-                arguments, log, limit_seconds=math.inf, folder=self.folder, variables=variables
-            ) as launch:
+            command = ["train", str(source), "--run-dir", str(again.root), "--processes", str(world_size)]
+            log, options = scratch / f"launch-{number}", dict[str, Any](folder=self.folder, variables=variables)
+            if self.program is not None:
+                keys = {key: new for key, (_, new) in differences(own, with_values(recipe, changed)).items()}
+                setting = json.dumps([getattr(read_identity(self.run), "id", ""), str(again.root), keys])
+                options["variables"] = {**variables, REPLAY_VARIABLE: setting}
+                command, options["program"] = [], self.program
+            with CommandProcess(command, log, limit_seconds=math.inf, **options) as launch:
                 while launch.process.poll() is None:
                     time.sleep(_POLL_SECONDS)
                     progress(max(0, last_step(again.root) - stretch.begin.step))
                 code = launch.wait()
             if code not in (0, _STOPPED):
-                why = said(launch) or f"exit code {code}"
+                why = said(launch) or launch.err.strip().rpartition("\n")[2] or f"exit code {code}"
                 raise NotReplayedError(f"{stretch} cannot be computed again here: {why}")
+        self._check_same(again, stretch)
         return again
 
     def _launches(self, stretch: Stretch) -> Iterator[tuple[int, int, int]]:
@@ -258,6 +305,29 @@ class Engine:
         if found := compare_outcomes(summary, new):
             return at(end.step, FoundDifference(component="summary", tensor=found[0], cause=found[1]))
         return None
+
+
+def _program(run: RunDirectory, environment: Json) -> list[str] | None:
+    """Return the command of the program that trains a run, whose files are as they were; None for a recipe.
+
+    Raises:
+        NotReplayedError: If it cannot be run again.
+    """
+    file, command = environment.get("program"), environment.get("command", "")
+    if file is None and read_recipe(run).get("task") != OWN_LOOP:
+        return None
+    code = {Path(file or "").parent / name: digest for name, digest in environment.get("code", {}).items()}
+    if file is None or Path(file) not in code or folder_of(environment) is None:
+        raise NotReplayedError(
+            "its objects, its task or paceline.Loop were given in Python, and not by a program whose file and folder "
+            "are here to be run again"
+        )
+    for path, digest in code.items():
+        if (path.suffix == ".py" or path == Path(file)) and (not path.is_file() or file_digest(path) != digest):
+            raise NotReplayedError(f"the program has changed since it trained the run: {path}")
+    if not is_code_trusted():
+        raise NotReplayedError(f"only a program of yours can repeat the steps, {command}; add --trust-code to run it")
+    return shlex.split(command)
 
 
 def partial_difference(stretch: Stretch) -> Callable[[int, FoundDifference], FirstDifference]:

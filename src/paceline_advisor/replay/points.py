@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -199,17 +198,3 @@ class Stretch:
 def stretches_of(points: tuple[Point, ...]) -> tuple[Stretch, ...]:
     """Return the stretches between consecutive points."""
     return tuple(Stretch(begin=begin, end=end) for begin, end in pairwise(points))
-
-
-@contextlib.contextmanager
-def in_folder_of(environment: dict[str, Any]) -> Iterator[None]:
-    """Context in the folder that the run was started in, if it exists: relative paths of its data begin there."""
-    folder = folder_of(environment)
-    with contextlib.nullcontext() if folder is None else contextlib.chdir(folder):
-        yield
-
-
-def folder_of(environment: dict[str, Any]) -> Path | None:
-    """Return the folder that the run was started in; None if it does not exist."""
-    folder = Path(str(environment.get("directory", "")))
-    return folder if folder.is_absolute() and folder.is_dir() else None

@@ -31,6 +31,7 @@ from paceline.plan.run_logs import log_files
 from paceline.recipe.load import OWN_LOOP, load_recipe, recipe_digest, set_by, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Optimizer
+from paceline.records.environment import in_folder_of
 from paceline.records.reader import read_environment, read_events, read_identity, read_recipe
 from paceline.records.run_directory import (
     Identity,
@@ -49,7 +50,7 @@ from paceline.trainer.run_lock import RunLock
 from paceline.trainer.subject import Subject
 from paceline_advisor import Json
 from paceline_advisor.commands import Rewind
-from paceline_advisor.replay.points import Point, copy_as_of, in_folder_of, link_tree, sync_tree
+from paceline_advisor.replay.points import Point, copy_as_of, link_tree, sync_tree
 
 ASIDE = ".set-aside"
 _EXCHANGE, _AT_CWD = 2, -100

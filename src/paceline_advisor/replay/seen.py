@@ -18,14 +18,16 @@ from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.parsing.units import counted, format_count
 from paceline.recipe.load import OWN_LOOP, load_recipe
+from paceline.records.environment import in_folder_of
 from paceline.records.ledger import ledger_files
 from paceline.records.reader import read_environment, read_plan_to_resume, read_recipe
 from paceline.records.run_directory import RunDirectory, existing_run
 from paceline.reports.audit import used_samples
 from paceline.trainer.subject import Subject
+from paceline.training_record import beginning
 from paceline_advisor import Json, frozen, named, picked
 from paceline_advisor.commands import Seen
-from paceline_advisor.replay.points import in_folder_of, points_of
+from paceline_advisor.replay.points import points_of
 from paceline_advisor.replay.verify import CannotTellError
 
 _MOST_STEPS = 12
@@ -161,14 +163,6 @@ def _look(path: Path, run: RunDirectory, sample: str) -> Sighting:
         used_checkpoints=tuple(each.step for each in used),
         began_with=beginning(tree),
     )
-
-
-def beginning(tree: Json) -> str:
-    """Return where a recipe's initial weights come from; empty for random ones."""
-    model, teacher = tree.get("model") or {}, (tree.get("distillation") or {}).get("teacher")
-    given = [model.get("initialize_from"), f"{model.get('name')}'s weights" if model.get("pretrained") else ""]
-    given.append(f"the teacher {teacher}" if teacher else "")
-    return " and ".join(str(each) for each in given if each not in (None, "", "off"))
 
 
 def _uses(run: RunDirectory, sample: int) -> dict[int, int]:

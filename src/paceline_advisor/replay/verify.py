@@ -24,13 +24,12 @@ from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.parsing.units import counted
 from paceline.plugins.references import is_same_class
-from paceline.recipe.load import OWN_LOOP, load_recipe
-from paceline.records.environment import capture_environment
+from paceline.recipe.load import load_recipe
+from paceline.records.environment import capture_environment, in_folder_of
 from paceline.records.reader import (
     read_environment,
     read_identity,
     read_plan_to_resume,
-    read_recipe,
     read_summary,
     wrong_records,
 )
@@ -46,8 +45,8 @@ from paceline_advisor.commands import Verify
 from paceline_advisor.launches import check_can_watch
 from paceline_advisor.replay.causes import changed_files, other_environment
 from paceline_advisor.replay.compare import FirstDifference
-from paceline_advisor.replay.engine import Engine, StretchOutcome, progress_bar
-from paceline_advisor.replay.points import Stretch, folder_of, in_folder_of, points_of, stretches_of
+from paceline_advisor.replay.engine import Engine, NotReplayedError, StretchOutcome, progress_bar
+from paceline_advisor.replay.points import Stretch, points_of, stretches_of
 
 Verdict = Literal["equal", "different", "unknown"]
 
@@ -185,8 +184,6 @@ def held(run: RunDirectory) -> Iterator[None]:
 
 
 def _verify(run: RunDirectory, options: Verify, report: VerifyReport, log: Log) -> VerifyReport:
-    if read_recipe(run).get("task") == OWN_LOOP:
-        raise CannotTellError("a program with paceline.Loop trained this run, and only it can repeat the steps.")
     load_recipe(run.root)  # refuses code that the run names, unless the user trusts it
     environment = read_environment(run)
     identity = read_identity(run)
@@ -203,17 +200,15 @@ def _verify(run: RunDirectory, options: Verify, report: VerifyReport, log: Log) 
     ]
     differences += _wrong_files(run, stretches)
     report = replace(report, total=len(stretches), unlike=unlike)
-    if not any(each.component == "recipe" for each in differences):
+    try:
+        engine = Engine.of(run, _tolerance(options.tolerance, unlike=bool(unlike)))
+    except NotReplayedError as error:
+        raise CannotTellError(f"{error}.") from error
+    if engine.program is None and not any(each.component == "recipe" for each in differences):
         differences += _other_data(run, chosen[-1], environment)
     if any(each.component in ("recipe", "plan", "data") for each in differences):
         confidence = "nothing was computed again, since what it would be computed from is not what the run had"
         return replace(report, verdict="different", differences=_in_order(differences), confidence=confidence)
-    engine = Engine(
-        run=run,
-        folder=folder_of(environment),
-        capability=environment.get("cpu_capability"),
-        tolerance=_tolerance(options.tolerance, unlike=bool(unlike)),
-    )
     outcomes = _replay(engine, stretches, chosen, log)
     changed = _since_start(run, environment)
     for each in (outcome.difference for outcome in outcomes):
@@ -372,7 +367,7 @@ def _other_data(run: RunDirectory, stretch: Stretch, environment: Mapping[str, A
     recipe = stretch.end.recipe(run)
     count = int(stretch.end.facts.get("world_size", 1))
     try:
-        with in_folder_of(dict(environment)):
+        with in_folder_of(environment):
             subject = Subject.open(recipe, World(world_size=count, local_world_size=count), "shapes")
     except PacelineError as error:
         raise CannotTellError(f"its recipe cannot be opened here: {error}") from error

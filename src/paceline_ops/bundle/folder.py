@@ -23,7 +23,7 @@ from paceline.reports.html.runs import RunRecord, read_runs
 from paceline.tasks.labelling import Outputs, Preprocessing
 from paceline.tasks.trained import trained_recipe, trained_task
 from paceline.tasks.views import CROPS
-from paceline_ops.timm_folder import NOT_KNOWN, WeightsOrigin, table, versions_of, weights_origin
+from paceline_ops.timm_folder import NOT_KNOWN, WeightsOrigin, table, training_facts, versions_of, weights_origin
 
 _DOES = {
     "class": "gives a photo one of {} classes",
@@ -157,6 +157,7 @@ class _Card:
                 "Network": str(saved.description("recipe").get("model", {}).get("name", NOT_KNOWN)),
                 "Step, weights": f"{NOT_KNOWN if origin.step is None else origin.step}, {saved.weights}",
                 "Made with": versions or NOT_KNOWN,
+                **training_facts(origin),
                 "Licence, intended use, limits": f"{NOT_KNOWN}: whoever shares the model must say",
             },
             predictions=shared,

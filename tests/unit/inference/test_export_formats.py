@@ -33,7 +33,9 @@ from paceline.errors import PacelineError
 from paceline.inference.atomic_output import put_in_place
 from paceline.inference.export import Exported, ExportRequest, export, without_paths
 from paceline.inference.formats import formats
+from paceline.records.run_directory import RunDirectory
 from paceline.tasks.trained import open_exportable, trained_recipe, trained_task
+from paceline.training_record import training_record
 
 CPU = torch.device("cpu")
 NET = {"model.name": "test_resnet.r160_in1k", "model.options": None, "train.ema": 0.9}
@@ -217,6 +219,11 @@ def test_what_the_card_says(digits: Path, tmp_path: Path) -> None:
     ] == []
     recipe = body.partition("```yaml\n")[2].partition("```")[0]
     assert yaml.safe_load(recipe) == saved.description("recipe")
+    record = training_record(RunDirectory(digits))
+    counts = ", ".join(f"{name} {count}" for name, count in record["data"]["classes"].items())
+    assert f"| Training samples by class | {counts} |" in body
+    assert f"| Digest of the ledger | {record['ledger']['sha256']} |" in body
+    assert str(digits.parent) not in front + body
     # A lone file knows nothing of its run, and its card says so.
     again = tmp_path / "again"
     alone = tmp_path / "alone.safetensors"

@@ -193,6 +193,31 @@ def test_runs_are_compared(tmp_path: Path, recorded_run: Any, write: Any, figure
     assert "<mark>0.2</mark>" in text
 
 
+def test_forks_are_compared_with_their_parents_from_the_common_step(
+    tmp_path: Path, recorded_run: Any, write: Any, figures: Any, points: Any
+) -> None:
+    paths = []
+    for seed, gain in enumerate((1.0, 2.0, 6.0)):
+        for name, more, parent in (("parent", 0.0, None), ("fork", gain, {"run_id": f"parent-{seed}", "step": 10})):
+            story = recorded_run().start()
+            for step in (10, 20, 30):
+                score = 80 + seed + (more * step / 30 if step > 10 else 0)
+                story.record(step, loss=1.0).evaluation(step, loss=0.5, top1_accuracy=score)
+            recipe = {"task": "image_classification", "seed": seed, "optimizer": {"lr": 0.2 if parent else 0.1}}
+            paths.append(write(tmp_path / f"{name}-{seed}", story.finish(30), recipe=recipe))
+            identity = {"id": f"{name}-{seed}", "has_checkpoint": True, "parent": parent}
+            (paths[-1] / "run.json").write_text(json.dumps(identity))
+    text = page(*paths, output=tmp_path / "report.html")
+    chart = figures(text)["Difference in top-1 accuracy, model (optimizer.lr=0.2)"]
+    assert points(chart, "mean") == [(20, 2.0), (30, 3.0)]
+    # Student's t of 1, 2 and 6: 3 ± 4.303 · 2.646 / √3.
+    assert points(chart, "95 %, low")[-1][1] == pytest.approx(3 - 6.5724, abs=1e-3)
+    assert "top-1 accuracy, model 3 30 +3 -3.572 to +9.572" in texts(text)
+    alone = page(*paths[:2], output=tmp_path / "alone.html")
+    assert points(figures(alone)["Difference in top-1 accuracy, model (optimizer.lr=0.2)"], "difference")[0][0] == 20
+    assert "Forks minus" not in texts(page(*paths[::2], output=tmp_path / "parents.html"))
+
+
 @pytest.fixture
 def answered(tmp_path: Path, recorded_run: Any, write: Any) -> Callable[..., Path]:
     """``answered(**changes)``: a run directory whose last evaluation left a matrix, with changes, and examples."""

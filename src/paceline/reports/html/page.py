@@ -16,6 +16,7 @@ from paceline.parsing.files import refuse_special_outputs
 from paceline.parsing.units import counted, format_bytes, format_count, format_seconds, metric_title, metric_unit
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory, file_operation
+from paceline.reports.html.forks import forks
 from paceline.reports.html.predictions import predictions
 from paceline.reports.html.runs import Event, RunRecord, flattened, read_runs
 from paceline.reports.html.speed import findings, ledger_counts, memory, scaling, speed, steps_in_words, timeline
@@ -295,6 +296,7 @@ _SECTIONS: dict[str, _SectionMaker] = {
     "Outcome": outcome,
     "Predictions": predictions,
     "Training": training,
+    "Forks": forks,
     "Speed": speed,
     "Memory": memory,
     "Scaling": scaling,

@@ -16,7 +16,7 @@ from paceline.pages.page import Block, Chart, Table, Text
 from paceline.parsing.units import format_metric, metric_title, metric_unit
 from paceline.reports.html.runs import Event, RunRecord
 
-_WEIGHTS = ("model", "ema")
+WEIGHTS = ("model", "ema")
 # The other keys of a step record are shown elsewhere or are not training metrics.
 _GRADIENT = {
     "grad_norm": ("Gradient norm", "L2 norm", "Of the recorded step, before clipping."),
@@ -69,7 +69,7 @@ def _evaluated(runs: Sequence[RunRecord], metric: str) -> list[ChartLine]:
     """
     lines = []
     for at, run in enumerate(runs):
-        for number, weights in enumerate(_WEIGHTS):
+        for number, weights in enumerate(WEIGHTS):
             events = [event for event in run.of("evaluation") if event["weights"] == weights]
             name = f"held-out, {weights}" if len(runs) == 1 else f"{run.name}, {weights}"
             style = 1 + number if len(runs) == 1 else at + 3 * SERIES * number
@@ -85,7 +85,7 @@ def _shown(metric: str, value: float) -> str:
 
 def _best(runs: Sequence[RunRecord]) -> Iterator[Block]:
     rows = []
-    for run, weights in product(runs, _WEIGHTS):
+    for run, weights in product(runs, WEIGHTS):
         events = [event for event in run.of("evaluation") if event["weights"] == weights]
         for metric in run.metrics:
             evaluated = [event for event in events if event.get(metric) is not None]
