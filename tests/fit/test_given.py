@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -278,7 +279,7 @@ def failing(optimizer: Any) -> Any:
         ("optimizer", {"optimizer": lambda parameters: Bare(parameters, 0.1), "lr": None}),
         ("optimizer", {"optimizer": BARE, "lr": None}),
         ("optimizer", {"optimizer": OwnGroups}),
-        ("optimizer", {"optimizer": lambda parameters: WithoutRate(parameters), "lr": None}),
+        ("optimizer", {"optimizer": functools.partial(WithoutRate), "lr": None}),
         ("model", {"model": Unmade}),
         ("model", {"model": Unmade()}),
         ("optimizer", {"optimizer": torch.optim.SparseAdam}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -130,7 +131,7 @@ class RefusedBroadcast(TorchFunctionMode):
         known = [any(each is target for target in self._targets) for each in pair]
         name = func.__name__.strip("_")
         is_loss, compares = name.endswith("loss"), len({*known}) == 2  # targets may be compared with one another
-        if len(pair) == 2 and (compares or is_loss) and name.endswith(_SPREADING):
+        if len(pair) == 2 and (compares or is_loss) and _SPREADING.fullmatch(name):
             one, other = sorted(pair, key=lambda each: each.ndim)
             is_column = one.ndim == 1 and other.shape == (len(one), 1)
             is_deeper = is_loss and compares and 0 < one.ndim < other.ndim and len(one) == len(other)
@@ -164,7 +165,7 @@ def check_methods(task: Task) -> None:
             )
 
 
-_SPREADING = ("sub", "subtract", "mul", "multiply", "div", "divide", "loss")
+_SPREADING = re.compile("[ir]?(true_?)?(sub|subtract|mul|multiply|div|divide)|kl_div|.*loss")
 _OF_LOSS = ("loss", "loss_options", "target_threshold", "label_smoothing", "class_weights")
 # Names by which code may read these keys, or hand them on.
 _READERS = {"recipe", "train", "_loss", "weights_by_class", "mean_class_weight"}
