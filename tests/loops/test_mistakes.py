@@ -191,20 +191,6 @@ def test_numbers_and_devices_of_other_libraries_are_taken(make: Make) -> None:
     assert (loop.total_steps, loop.epoch) == (10, 1)
 
 
-class Unmade(nn.Module):
-    """A module that does not call the constructor of its base class."""
-
-    def __init__(self) -> None:
-        pass
-
-
-class UnmadeOptimizer(torch.optim.Optimizer):
-    """Likewise an optimizer."""
-
-    def __init__(self) -> None:
-        self.param_groups = [{"params": [], "lr": 0.1}]
-
-
 class Stateful:
     """An object with a state, and none to be loaded."""
 
@@ -223,9 +209,6 @@ class Stateful:
         (lambda loop, model, optimizer: loop.prepare(optimizer), "prepare"),
         (lambda loop, model, optimizer: loop.prepare(nn.Linear), "prepare"),
         (lambda loop, model, optimizer: loop.prepare(loop.keep(nn.Linear(1, 1))), "prepare"),
-        (lambda loop, model, optimizer: loop.prepare(Unmade()), "prepare"),
-        (lambda loop, model, optimizer: loop.keep(Unmade()), "keep"),
-        (lambda loop, model, optimizer: loop.keep(UnmadeOptimizer()), "keep"),
         (lambda loop, model, optimizer: loop.keep(model), "keep"),
         (lambda loop, model, optimizer: loop.keep(optimizer), "keep"),
         (lambda loop, model, optimizer: loop.keep(3), "keep"),
@@ -503,19 +486,6 @@ def test_what_changes_without_being_kept_is_named_once(make: Make, runs: Path) -
         forgotten.step()
     message = incidents(runs)["unkept"]
     assert sorted(message.partition(" changed")[0].split(", ")) == ["Adam", "Sequential"]
-
-
-def test_what_a_kept_schedule_holds_is_kept(make: Make, runs: Path) -> None:
-    loop = make(checkpoint_every="2 steps")
-    model, optimizer = prepared(loop)
-    parts: list[Any] = [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.StepLR(optimizer, 2)]
-    inner = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [1])
-    schedule = loop.keep(torch.optim.lr_scheduler.ChainedScheduler([inner], optimizer))
-    for _, batch in loop:
-        model(batch).mean().backward()
-        optimizer.step()
-        schedule.step()
-    assert "unkept" not in incidents(runs)
 
 
 def test_an_impure_data_set_is_named(make: Make, runs: Path) -> None:

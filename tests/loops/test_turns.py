@@ -411,6 +411,39 @@ def test_a_parameter_group_that_was_added_in_the_body_is_to_be_added_before(make
     train(make(), early=True, late=False)
 
 
+def test_what_a_kept_schedule_holds_is_kept(make: Make, runs: Path) -> None:
+    loop = make()
+    take = prepared(loop)
+    [optimizer] = loop._kept.optimizers
+    parts: list[Any] = [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+    inner = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [1])
+    schedule = loop.keep(torch.optim.lr_scheduler.ChainedScheduler([inner], optimizer))
+    for _, batch in loop:
+        take(batch)
+        schedule.step()
+    assert "unkept" not in (runs / "run" / "events.jsonl").read_text()
+
+
+class Unmade(nn.Module):
+    """A module that does not call the constructor of its base class."""
+
+    def __init__(self) -> None:
+        pass
+
+
+class UnmadeOptimizer(torch.optim.Optimizer):
+    """Likewise an optimizer."""
+
+    def __init__(self) -> None:
+        self.param_groups = [{"params": [], "lr": 0.1}]
+
+
+@pytest.mark.parametrize(("method", "made"), [("prepare", Unmade), ("keep", Unmade), ("keep", UnmadeOptimizer)])
+def test_objects_without_what_their_base_class_makes_are_refused(method: str, made: Any, make: Make) -> None:
+    with raises(LoopError, key=method):
+        getattr(make(), method)(made())
+
+
 def test_a_module_without_shapes_is_refused(make: Make) -> None:
     with raises(LoopError, key="prepare"):
         make().prepare(nn.LazyLinear(1))
