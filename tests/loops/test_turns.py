@@ -440,8 +440,11 @@ class UnmadeOptimizer(torch.optim.Optimizer):
 
 @pytest.mark.parametrize(("method", "made"), [("prepare", Unmade), ("keep", Unmade), ("keep", UnmadeOptimizer)])
 def test_objects_without_what_their_base_class_makes_are_refused(method: str, made: Any, make: Make) -> None:
+    held, loop = made(), make()
     with raises(LoopError, key=method):
-        getattr(make(), method)(made())
+        getattr(loop, method)(held)
+    take = prepared(loop)
+    assert len([take(batch) for _, batch in loop]) == 10, "the loop passes over it"
 
 
 def test_a_module_without_shapes_is_refused(make: Make) -> None:

@@ -307,6 +307,7 @@ class _Unseen:
         self._tensors = {id(each) for one in modules for each in _direct(one)}
         own = {id(each) for each in (*known, *modules)}
         found = [each for each in gc.get_objects() if issubclass(type(each), _WATCHED) and id(each) not in own]
+        found = [each for each in found if _is_made(each)]
         self._before = [(weakref.ref(each), self._state(each)) for each in found]
 
     def changed(self) -> list[str]:
@@ -329,6 +330,12 @@ class _Unseen:
                 if isinstance(value, torch.Tensor)
             )
         return repr(target.state_dict())
+
+
+def _is_made(target: Any) -> bool:
+    """Whether an object has what its base class makes: a program may hold one that failed before."""
+    needed = "_modules" if isinstance(target, nn.Module) else "state"
+    return hasattr(target, needed) or not isinstance(target, nn.Module | Optimizer)
 
 
 def _direct(module: nn.Module) -> Iterator[torch.Tensor]:
