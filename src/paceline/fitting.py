@@ -244,7 +244,7 @@ class _Overrides:
 
     def __init__(self, overrides: Overrides) -> None:
         self.values = dict(override_pairs(overrides))
-        self._arguments = {"data.path": "train_set", "digest": "train_set"}
+        self._arguments = {"data.path": "train_set", "digest": "train_set", "evaluate.metrics": "metrics"}
 
     @contextlib.contextmanager
     def naming_arguments(self) -> Iterator[None]:

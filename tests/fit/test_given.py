@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,16 +130,46 @@ def test_it_is_said_which_data_differ(fit: Fit) -> None:
 # Loss and network
 
 
-def test_without_a_loss_it_is_said_what_to_give(runs: Path) -> None:
+class ForTrainer(Linear):
+    """A module as Lightning's users write it."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return F.mse_loss(self(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("kind", [Linear, ForTrainer])
+def test_without_a_loss_it_is_said_what_to_give(runs: Path, kind: Any) -> None:
     with raises(RecipeError, key="loss"):
-        paceline.fit(Linear(), (X, Y), run_dir=runs / "run")
+        paceline.fit(kind(), (X, Y), run_dir=runs / "run")
+
+
+def test_a_training_step_is_a_loss(fit: Fit) -> None:
+    step = fit("step", model=ForTrainer, loss=lambda model, batch: model.training_step(batch, 0))
+    assert step.summary.weights_sha256 == fit("plain").summary.weights_sha256
+
+
+def test_a_list_of_pairs_is_a_data_set(fit: Fit) -> None:
+    pairs = fit("pairs", train_set=[*zip(X[:100], Y[:100], strict=True)])
+    assert pairs.summary.weights_sha256 == fit("tensors").summary.weights_sha256
 
 
 def with_noise(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().mean()
 
 
-@pytest.mark.parametrize("loss", [F.mse_loss, nn.HuberLoss(), with_noise])
+def of_changed_targets(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - (targets.double() + 1).float()).square().mean()
+
+
+def of_the_batch(model: Any, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def by_hand(model: Any, batch: Any) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, nn.HuberLoss(), with_noise, of_changed_targets, of_the_batch, by_hand])
 @pytest.mark.parametrize("held_out", [False, True])
 def test_spread_targets_are_refused_before_the_first_step(fit: Fit, runs: Path, loss: Any, *, held_out: bool) -> None:
     wrong = (X[:100], Y[:100, None])
@@ -146,6 +177,31 @@ def test_spread_targets_are_refused_before_the_first_step(fit: Fit, runs: Path, 
         fit(loss=loss, **{"held_out" if held_out else "train_set": wrong})
     assert "of shapes [2] and [2, 1], would compare each sample with all 2" in str(caught.value)
     assert not (runs / "run").exists()
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+def test_targets_with_fewer_dimensions_are_refused_before_the_first_step(fit: Fit, runs: Path, shape: Any) -> None:
+    x = torch.ones(100, *shape[:-1], 5)
+    with raises(ModelError):
+        fit(model=nn.Linear(5, shape[-1]), train_set=(x, x.flatten(1)[:, : len(shape)].squeeze(1)))
+    assert not (runs / "run").exists()
+
+
+def ranked(outputs: Tensor, targets: Tensor) -> Tensor:
+    differences = targets.float()[:, None] - targets.double()
+    return (differences * (outputs[:, None] - outputs)).mean()
+
+
+def test_targets_may_be_compared_with_one_another(fit: Fit) -> None:
+    assert fit(loss=ranked).status == "completed"
+
+
+class Unmade(nn.Module):
+    def __init__(self) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
 
 class Normalised(Linear):
@@ -182,6 +238,16 @@ class Bare(torch.optim.Optimizer):
 BARE = Bare(Linear().parameters())
 
 
+class WithoutRate(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+
+class OwnGroups(Bare):
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        self.param_groups = [{"params": [*parameters], "lr": lr}]
+
+
 class Matrices(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         if any(each.ndim != 2 for group in self.param_groups for each in group["params"]):
@@ -212,6 +278,10 @@ def failing(optimizer: Any) -> Any:
         ("optimizer", {"optimizer": Bare, "model": Linear()}),
         ("optimizer", {"optimizer": lambda parameters: Bare(parameters, 0.1), "lr": None}),
         ("optimizer", {"optimizer": BARE, "lr": None}),
+        ("optimizer", {"optimizer": OwnGroups}),
+        ("optimizer", {"optimizer": functools.partial(WithoutRate), "lr": None}),
+        ("model", {"model": Unmade}),
+        ("model", {"model": Unmade()}),
         ("optimizer", {"optimizer": torch.optim.SparseAdam}),
         ("optimizer", {"optimizer": torch.optim.Adam, "model": Words}),
         ("optimizer", {"optimizer": Matrices}),

@@ -328,6 +328,10 @@ def test_values_that_a_loss_reads_are_in_its_digest(monkeypatch: pytest.MonkeyPa
     assert now.partition("-")[0] == before.partition("-")[0], "runs of earlier versions have only this part"
 
 
+def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.StepLR:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
 def collate(samples: list[Any]) -> Any:
     return default_collate(samples)
 
@@ -341,6 +345,7 @@ def collate_otherwise(samples: list[Any]) -> Any:
     [
         ("loss", {}, {}),
         ("collate", {"collate": collate}, {"collate": collate_otherwise}),
+        ("schedule_interval", {"schedule": stepped}, {"schedule": stepped, "schedule_interval": "epoch"}),
         (
             "weights",
             {"weights": np.ones(40, int)},

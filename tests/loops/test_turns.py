@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import json
@@ -20,6 +21,7 @@ from golden_sentences import raises
 from torch import nn
 from torch.utils.data import TensorDataset
 from tqdm import tqdm
+from tqdm.auto import tqdm as auto_tqdm
 
 import paceline
 from paceline.errors import CheckpointError, LoopError
@@ -131,6 +133,18 @@ def test_one_evaluation_set_under_two_names_is_read_by_one(make: Make) -> None:
         assert step == 1 or children() == before
 
 
+def test_evaluation_sets_under_new_names_leave_few_processes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.loop.opening._MOST_HELD_OUT", 2)
+    loop, counts = make(workers=1), list[int]()
+    prepared(loop)
+    for step, _ in loop:
+        with loop.evaluation(TensorDataset(POINTS[:8]), name=f"step_{step}") as scores:
+            for (batch,) in scores:
+                scores.add(error=batch[:, 0])
+        counts.append(len(children()))
+    assert counts[1:] == counts[1:2] * 9
+
+
 def children() -> set[int]:
     return {int(each) for each in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
@@ -163,6 +177,7 @@ def guarded(loop: paceline.Loop) -> Iterator[Any]:
 WRAPPERS: dict[str, Callable[[paceline.Loop], Any]] = {
     "tqdm": lambda loop: tqdm(loop, disable=True),
     "a live tqdm": lambda loop: tqdm(loop, file=io.StringIO()),
+    "an automatic tqdm": lambda loop: auto_tqdm(loop, file=io.StringIO()),
     "enumerate": enumerate,
     "enumerate of tqdm": lambda loop: enumerate(tqdm(loop, disable=True)),
     "zip": lambda loop: zip(loop, itertools.count(), strict=False),
@@ -296,6 +311,69 @@ def test_a_state_that_grows_is_resumed(kind: Any, make: Make) -> None:
     assert [len(each) for each in queue.rows] == list(range(1, 11))
 
 
+class Late(nn.Linear):
+    """A module that makes a buffer in its first pass."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("seen", batch.detach())
+        return super().forward(batch)
+
+
+class Copied(Queue):
+    """An object that copies what it loads into what it has."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for mine, saved in zip(self.rows, state["rows"], strict=True):
+            mine.copy_(saved)
+
+
+@pytest.mark.parametrize(("module", "kind"), [(Late(4, 1), Queue), (None, Copied)])
+def test_states_that_are_not_there_yet_are_one_sentence(module: Any, kind: Any, make: Make) -> None:
+    for begins in (True, False):
+        loop = make()
+        take, queue = prepared(loop, copy.deepcopy(module)), loop.keep(kind())
+        if not begins:
+            with raises(CheckpointError):
+                next(iter(loop))
+            return
+        for step, batch in loop:
+            take(batch)
+            queue.rows.append(batch[0])
+            if step == 5:
+                break
+
+
+def test_a_parameter_may_change_its_shape_in_the_body(make: Make, runs: Path) -> None:
+    loop = make(overrides=QUIET | {"telemetry.log_every": "1 steps"})
+    module = nn.Linear(4, 1)
+    take = prepared(loop, module)
+    for step, batch in loop:
+        take(batch)
+        if step == 2:
+            module.weight.data, module.weight.grad = torch.ones(2, 4), None
+            module.bias.data, module.bias.grad = torch.ones(2), None
+            loop._kept.optimizers[0].state.clear()
+    assert summary_of(runs)["status"] == "completed"
+
+
+class WithoutRate(torch.optim.Optimizer):
+    """An optimizer that has no learning rate."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no loss is returned
+        pass
+
+
+def test_an_optimizer_may_have_no_learning_rate(make: Make, runs: Path) -> None:
+    loop = make()
+    optimizer = loop.keep(WithoutRate(loop.prepare(nn.Linear(4, 1)).parameters()))
+    for _ in loop:
+        optimizer.step()
+    assert summary_of(runs)["status"] == "completed"
+
+
 def test_states_that_do_not_fit_are_one_sentence(make: Make) -> None:
     loop = make()
     take = prepared(loop, Growing(takes_any=False))
@@ -331,6 +409,42 @@ def test_a_parameter_group_that_was_added_in_the_body_is_to_be_added_before(make
     with raises(CheckpointError):
         train(make(), early=False, late=False)
     train(make(), early=True, late=False)
+
+
+def test_what_a_kept_schedule_holds_is_kept(make: Make, runs: Path) -> None:
+    loop = make()
+    take = prepared(loop)
+    [optimizer] = loop._kept.optimizers
+    parts: list[Any] = [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+    inner = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [1])
+    schedule = loop.keep(torch.optim.lr_scheduler.ChainedScheduler([inner], optimizer))
+    for _, batch in loop:
+        take(batch)
+        schedule.step()
+    assert "unkept" not in (runs / "run" / "events.jsonl").read_text()
+
+
+class Unmade(nn.Module):
+    """A module that does not call the constructor of its base class."""
+
+    def __init__(self) -> None:
+        pass
+
+
+class UnmadeOptimizer(torch.optim.Optimizer):
+    """Likewise an optimizer."""
+
+    def __init__(self) -> None:
+        self.param_groups = [{"params": [], "lr": 0.1}]
+
+
+@pytest.mark.parametrize(("method", "made"), [("prepare", Unmade), ("keep", Unmade), ("keep", UnmadeOptimizer)])
+def test_objects_without_what_their_base_class_makes_are_refused(method: str, made: Any, make: Make) -> None:
+    held, loop = made(), make()
+    with raises(LoopError, key=method):
+        getattr(loop, method)(held)
+    take = prepared(loop)
+    assert len([take(batch) for _, batch in loop]) == 10, "the loop passes over it"
 
 
 def test_a_module_without_shapes_is_refused(make: Make) -> None:

@@ -40,7 +40,7 @@ class ShardedModel:
             return None  # check_state_dict reports it, with all others
         if TensorSpec.of(live) != spec:
             raise CheckpointError(
-                f"{key!r} is {spec} in the checkpoint, but the live object has {TensorSpec.of(live)}. Nothing is cast "
+                f"{key!r} is {spec} in the checkpoint, but {TensorSpec.of(live)} in the live object. Nothing is cast "
                 "or skipped on load: use the recipe it was saved with."
             )
         return chunk_of(live)

@@ -132,25 +132,25 @@ class Registry:
             parts += [f"it holds {name!r}, which this run does not use." for name in extra]
             raise CheckpointError(f"The checkpoint does not fit this run: {' '.join(parts)} {self._advice}")
         for name, component in self._components.items():
-            with _naming(name):
+            with _naming(name, self._advice):
                 if isinstance(component, SelfChecking):
                     component.check_state_dict(states[name])
                 else:
                     check_inventory(component.state_dict(), states[name], f"component {name!r}", self._advice)
         for name, component in self._components.items():
-            with _naming(name):
+            with _naming(name, self._advice):
                 component.load_state_dict(dict(states[name]))
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Add the component's name to an error: a damaged or hand-made state can fail anywhere."""
+def _naming(name: str, advice: str) -> Iterator[None]:
+    """Add the component's name and advice to an error: a damaged or hand-made state can fail anywhere."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"component {name!r} does not accept its saved state: {error!r}") from error
+        raise CheckpointError(f"component {name!r} does not accept its saved state: {error!r}. {advice}") from error
 
 
 def check_inventory(live: State, saved: State, where: str, advice: str = _ADVICE) -> None:
@@ -167,8 +167,8 @@ def check_inventory(live: State, saved: State, where: str, advice: str = _ADVICE
     if (extra := next((key for key in differing if key not in expected), differing[0])) != differing[0]:
         more = f" The checkpoint also holds {extra!r}, {found[extra]}.{more}"
     raise CheckpointError(
-        f"{where}: {differing[0]!r} is {found.get(differing[0], 'absent')} in the checkpoint, but the live object has "
-        f"{expected.get(differing[0], 'absent')}. Nothing is cast or skipped on load. {advice}{more}"
+        f"{where}: {differing[0]!r} is {found.get(differing[0], 'absent')} in the checkpoint, but "
+        f"{expected.get(differing[0], 'absent')} in the live object. Nothing is cast or skipped on load. {advice}{more}"
     )
 
 

@@ -72,7 +72,8 @@ class NetworkObserver:
         """
         self._compares = statistics
         self._before = self._sampled()
-        self._first = self._before if self._first is None else self._first
+        if self._first is None or self._first.shape != self._before.shape:  # a program may change a parameter's shape
+            self._first = self._before
         self._seen = {"calls": [], "evaluating": [], "dropout": [], "statistics": {}}
         if self._hooked:
             self._hook()
@@ -136,6 +137,8 @@ class NetworkObserver:
         first, before, after = (each.cpu().numpy().astype(np.float64) for each in values)
         counts = np.array([_local(each).numel() for _, each in self._named])
         sizes = np.minimum(counts, _SAMPLED)
+        if {sizes.sum()} != {each.size for each in (first, before, after)}:  # its shape has changed
+            return {}
         # Of each parameter: its weights, their update, and how far they are from the first; squared, summed, scaled up.
         squares = np.stack((before**2, (after - before) ** 2, (after - first) ** 2))
         used, begins = sizes > 0, np.cumsum(sizes) - sizes

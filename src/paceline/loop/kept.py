@@ -26,7 +26,7 @@ from paceline.checkpoint.weights import weights_sha256
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.data_parallel import BUFFER_SYNC, has_training_buffers
 from paceline.errors import LoopError
-from paceline.parsing.arguments import shown
+from paceline.parsing.arguments import check_made, shown
 
 Replica = nn.parallel.DistributedDataParallel
 _RESERVED = ("progress", "window", "clock")
@@ -59,7 +59,7 @@ class _Object:
 class _Optimizer(OptimizerComponent):
     """An optimizer with the gradients that its next step may use."""
 
-    advice = "Give it the parameter groups that it had when it was saved, before the loop; add none in the body."
+    advice = "Give it the parameters and groups that it had when it was saved, before the loop; add none in the body."
 
     def __init__(self, optimizer: Optimizer, kept: Kept) -> None:
         super().__init__(optimizer)
@@ -108,6 +108,7 @@ class Kept:
             fix = "make an object of it" if isinstance(module, type) else "give an object with a state to keep"
             raise LoopError(f"prepare takes modules, found {shown(module)}; {fix}.", key="prepare")
         bare = bare_module(module)
+        check_made("prepare", bare, error=LoopError)
         self._refuse_again(bare, "prepare")
         if any(map(nn.parameter.is_lazy, (*bare.parameters(), *bare.buffers()))):
             message = f"prepare takes modules with known shapes, found {shown(module)} without; call it once before."
@@ -134,6 +135,7 @@ class Kept:
             message = f"keep takes objects with state_dict and load_state_dict, found {shown(target)}; give such ones."
             raise LoopError(message, key="keep")
         target = bare_module(target)
+        check_made("keep", target, error=LoopError)
         self._refuse_again(target, "keep")
         self._others.append(target)
         if isinstance(target, Optimizer):
@@ -299,10 +301,13 @@ class _Unseen:
 
     def __init__(self, kept: Kept) -> None:
         known = [*kept.named().values(), *kept.replicas]
+        for each in known:
+            known += getattr(each, "_schedulers", ())  # in the state of a SequentialLR or ChainedScheduler
         modules = [each for one in known if isinstance(one, nn.Module) for each in one.modules()]
         self._tensors = {id(each) for one in modules for each in _direct(one)}
         own = {id(each) for each in (*known, *modules)}
         found = [each for each in gc.get_objects() if issubclass(type(each), _WATCHED) and id(each) not in own]
+        found = [each for each in found if _is_made(each)]
         self._before = [(weakref.ref(each), self._state(each)) for each in found]
 
     def changed(self) -> list[str]:
@@ -325,6 +330,12 @@ class _Unseen:
                 if isinstance(value, torch.Tensor)
             )
         return repr(target.state_dict())
+
+
+def _is_made(target: Any) -> bool:
+    """Whether an object has what its base class makes: a program may hold one that failed before."""
+    needed = "_modules" if isinstance(target, nn.Module) else "state"
+    return hasattr(target, needed) or not isinstance(target, nn.Module | Optimizer)
 
 
 def _direct(module: nn.Module) -> Iterator[torch.Tensor]:

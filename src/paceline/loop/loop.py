@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from fractions import Fraction
@@ -100,7 +101,7 @@ class Loop:
         self._subject = LoopSubject(given)
         self._kept = Kept()
         self._turns = Turns(self._subject, self._kept)
-        self._has_begun = False
+        self._steps: Callable[[], Iterator[tuple[int, Any]] | None] = lambda: None
         seed_generators(given.seed, domain="training")  # for the weights that the program makes now
 
     @property
@@ -126,7 +127,7 @@ class Loop:
     @property
     def _position(self) -> int:
         """The current step, from 1; the last one after the loop."""
-        return min(self._turns.run.progress.position + 1, self.total_steps) if hasattr(self._turns, "run") else 1
+        return min(self._turns.run.progress.position + 1, self.total_steps) if self._has_begun else 1
 
     @overload
     def prepare(self, module: T, /) -> T: ...
@@ -175,9 +176,12 @@ class Loop:
             raise LoopError("a loop runs once, over all its epochs; leave out the loop around it, or make another.")
         from paceline.loop.leaving import close_at_exit
 
-        self._has_begun = True
-        steps = self._turns.take()
-        close_at_exit(steps)
+        steps = self._steps()
+        if steps is None:
+            made = self._turns.take()
+            close_at_exit(made)
+            # The same again until the first turn: what is around the loop, such as tqdm's, may ask for it twice.
+            steps, self._steps = made, weakref.ref(made)
         return steps
 
     def log(self, **values: Any) -> None:
@@ -277,6 +281,10 @@ class Loop:
         if self._turns.phase != "over":
             raise LoopError("load_best comes after the loop; move it there.", key="load_best")
         return self._turns.load_best()
+
+    @property
+    def _has_begun(self) -> bool:
+        return hasattr(self._turns, "run")
 
     def _refuse_late(self, method: str) -> None:
         if self._has_begun:

@@ -43,6 +43,8 @@ _SETTINGS = (
     *("checkpoint.mirror_wait", "parallel.backend", "parallel.timeout"),
     *("telemetry.log_every", "telemetry.trackers", "telemetry.report"),
 )
+# Others are opened again when they are evaluated.
+_MOST_HELD_OUT = 8
 # Recipe keys that are arguments here.
 _ARGUMENTS = {
     "data.workers": "workers",
@@ -211,9 +213,13 @@ class LoopSubject(Subject):
             collate = None if isinstance(held_out, DataLoader) else self.given.collate
             samples = take_apart(held_out, "held_out", collate)
             known = held_out, self.open_source(samples, training=False)
-        before, self._held_out[name] = self._held_out.get(name), known
-        if before is not None and all(each is not before for each in self._held_out.values()):
-            before[1].backend.close()
+        unused = [self._held_out.pop(name, known)]
+        self._held_out[name] = known
+        if len(self._held_out) > _MOST_HELD_OUT:  # a name for each evaluation
+            unused.append(self._held_out.pop(next(iter(self._held_out))))
+        for before in unused:
+            if all(each is not before for each in self._held_out.values()):
+                before[1].backend.close()
         return known[1]
 
     def _close_sources(self) -> None:

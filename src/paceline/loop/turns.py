@@ -411,7 +411,7 @@ class Turns:
             norm = totals.logged.pop("grad_norm", None)
             for event in () if self._learning is None else self._learning.events():
                 run.recorder.write(event)
-            rates = [each.param_groups[0]["lr"] for each in self.kept.optimizers]
+            rates = [each.param_groups[0].get("lr", 0.0) for each in self.kept.optimizers]
             run.recorder.write(
                 StepEvent(
                     **progress.here,

@@ -17,6 +17,7 @@ from torch import nn
 
 from paceline.errors import PacelineError, RecipeError
 from paceline.optim.classes import has_sparse_gradients
+from paceline.parsing.arguments import check_made
 from paceline.plan.rates import LearningRate, OptimizerSettings, Schedules
 
 _TRIED_STEPS = 100_000
@@ -44,11 +45,12 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     Raises:
         RecipeError: If it has none, or one has no learning rate.
     """
-    groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
+    check_made("optimizer", optimizer, error=RecipeError)
+    groups: list[dict[str, Any]] = optimizer.param_groups
     if not groups or not all("lr" in each for each in groups):
         raise RecipeError(
-            f"optimizer={type(optimizer).__name__} has no param_groups with lr; call "
-            "super().__init__(parameters, {'lr': lr}) in its __init__.",
+            f"optimizer={type(optimizer).__name__} has no param_groups with lr; its __init__ must call "
+            "super().__init__(parameters, {'lr': lr}).",
             key="optimizer",
         )
     return groups

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.errors import CheckpointError, DataError, PacelineError, RunDirectoryError
 
@@ -58,6 +59,18 @@ def tensor(name: str, value: Any, device: torch.device | None = None, *, error: 
     if found is None or found.is_complex():
         raise error(f"{name} is {shown(value)}; give numbers or truth values.", key=name, value=value)
     return found
+
+
+def check_made(name: str, value: Any, *, error: type[PacelineError]) -> None:
+    """Check that a module or optimizer has what its base class makes.
+
+    Raises:
+        PacelineError: Of the class ``error``, if its ``__init__`` does not call that of the base class.
+    """
+    made = {nn.Module: "_parameters", Optimizer: "_optimizer_step_post_hooks"}
+    if any(isinstance(value, kind) and attribute not in vars(value) for kind, attribute in made.items()):
+        call = "super().__init__(parameters, {'lr': lr})" if isinstance(value, Optimizer) else "super().__init__()"
+        raise error(f"{name} has {shown(value)} whose __init__ does not call {call}; call it first.", key=name)
 
 
 def shown(value: Any) -> str:

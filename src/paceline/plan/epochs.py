@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import count, takewhile
 
 from paceline.errors import RecipeError, setting_error
@@ -152,13 +153,17 @@ class Epochs:
         return total - (first - 1 if is_late else first)
 
     def due_steps(self, every: Duration, total: int) -> tuple[int, ...]:
-        """Return the steps, in a run of ``total``, after which an interval in epochs or samples is due.
+        """Return the steps, in a run of ``total``, after which an interval is due, if that is no fixed number of steps.
 
-        Empty if that is a fixed interval in steps: if the batch never changes, or the interval is in steps.
+        It is none where the batch changes, or where an epoch or a percentage is no whole number of steps: a sum of
+        rounded intervals would drift. Samples are a fixed number of steps otherwise.
         """
-        if len(self.phases) == 1 or every.unit in ("steps", "percent"):
+        units = {"steps": Fraction(1), "percent": Fraction(total, 100), "samples": Fraction(0)}
+        is_fixed = len(self.phases) == 1 or every.unit in ("steps", "percent")
+        unit = units.get(every.unit, Fraction(self.phases[0].steps_per_epoch))
+        if is_fixed and (unit * Fraction(str(every.value))).denominator == 1:
             return ()
-        multiples = (self.steps_in(Duration(every.value * times, every.unit), None) for times in count(1))
+        multiples = (self.steps_in(Duration(every.value * times, every.unit), total) for times in count(1))
         return tuple(dict.fromkeys(takewhile(lambda step: step <= total, multiples)))
 
     def total(self, duration: Duration) -> int:

@@ -24,6 +24,7 @@ from paceline.data.objects.samples import Samples, take_apart
 from paceline.data.slices import SampleWeights
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError, wrong_kind
 from paceline.optim.own import explained
+from paceline.parsing.arguments import check_made
 from paceline.plugins.references import is_reference, load_reference
 from paceline.recipe.schema import Recipe
 
@@ -109,9 +110,10 @@ def gather(
         raise wrong_kind("model", model, "a torch.nn.Module, or a function that makes one")
     if isinstance(model, torch.jit.ScriptModule):
         raise wrong_kind("model", model, "the module that it was made of, since TorchScript takes no hooks")
+    check_made("model", model, error=ModelError)
     if isinstance(model, nn.Module) and any(each.is_meta for each in model.parameters()):
         raise RecipeError("model has no values (device meta); give it some, or a function that makes it.", key="model")
-    _check_loss(loss)
+    _check_loss(loss, model)
     if (schedule := others.get("schedule")) is not None and not callable(schedule):
         kind = type(schedule).__name__ if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler) else "StepLR"
         raise wrong_kind("schedule", schedule, f"a function of the optimizer: lambda optimizer: {kind}(optimizer, ...)")
@@ -130,12 +132,19 @@ def gather(
     )
 
 
-def _check_loss(loss: Any) -> None:
+def _check_loss(loss: Any, model: Any) -> None:
     """Refuse what is not a loss.
 
     Raises:
         RecipeError: Saying what to give.
     """
+    if loss is None and hasattr(model, "training_step"):
+        raise RecipeError(
+            "loss is missing, and the model has a training_step; give loss=lambda model, batch: "
+            "model.training_step(batch, 0), and what its configure_optimizers makes as functions: optimizer=lambda "
+            "parameters: …, schedule=lambda optimizer: ….",
+            key="loss",
+        )
     if loss is None:
         raise RecipeError(
             "loss is missing; give loss=torch.nn.functional.cross_entropy for classes, mse_loss for numbers, or, if "
@@ -175,6 +184,7 @@ def network_of(given: Any) -> nn.Module:
         raise ModelError(
             f"model returned a {type(network).__name__}, but it must return a torch.nn.Module.", key="model"
         )
+    check_made("model", network, error=ModelError)
     return network
 
 

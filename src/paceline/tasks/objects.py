@@ -144,6 +144,7 @@ class Fit(Task):
     def _fingerprints(self) -> dict[str, str]:
         """Return digests of what no recipe tells, so that a resume can say what has changed."""
         given = {name: getattr(self.objects, name) for name in ("model", "loss", "metrics", "optimizer", "schedule")}
+        given |= {"schedule_interval": self.objects.schedule_interval}
         given |= {"weights": self.objects.weights, "collate": [each.collate for each in self._splits.values()]}
         return {name: fingerprint(each) for name, each in given.items()}
 
@@ -220,7 +221,10 @@ class Fit(Task):
             batch = self._tried(_TRIED, training=training)
             trial.train(training)
             score, method = (tried.loss, "loss") if training else (tried.score, "score")
-            with torch.no_grad(), RefusedBroadcast(tried, method, batch.targets):
+            targets: Nested = ()
+            with contextlib.suppress(ModelError):  # a loss of the model and the batch may need none
+                targets = self._targets(batch)
+            with torch.no_grad(), RefusedBroadcast(tried, method, targets):
                 score(trial, batch)
         batches = self._tried(_TRIED, training=True), compared
         for each in unsaved(network, self.objects.loss, self._loss_with, batches):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from paceline.data.batch import tensors_in
 from paceline.errors import ModelError, PacelineError, RecipeError, did_you_mean
 from paceline.metrics.accumulator import Metric
 from paceline.plugins.references import is_ours
@@ -104,6 +106,9 @@ def check_metrics(task: Task) -> None:
 class RefusedBroadcast(TorchFunctionMode):
     """Refuses arithmetic of [N] targets with [N, 1] answers, or the reverse, which torch spreads to [N, N].
 
+    What is computed from targets alone, such as their type, counts as targets. Losses of torch may not spread any two
+    such tensors, nor targets to answers with more dimensions.
+
     Args:
         task: Whose method computes.
         method: The method.
@@ -112,7 +117,7 @@ class RefusedBroadcast(TorchFunctionMode):
 
     def __init__(self, task: Task, method: str, targets: Any) -> None:
         super().__init__()
-        self._where, self._targets = f"{type(task).__name__}.{method}", targets
+        self._where, self._targets = f"{type(task).__name__}.{method}", [*tensors_in(targets)]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -123,17 +128,25 @@ class RefusedBroadcast(TorchFunctionMode):
             ModelError: If they are spread.
         """
         pair = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
-        if len(pair) == 2 and any(each is self._targets for each in pair):
+        known = [any(each is target for target in self._targets) for each in pair]
+        name = func.__name__.strip("_")
+        is_loss, compares = name.endswith("loss"), len({*known}) == 2  # targets may be compared with one another
+        if len(pair) == 2 and (compares or is_loss) and _SPREADING.fullmatch(name):
             one, other = sorted(pair, key=lambda each: each.ndim)
-            is_spread = one.ndim == 1 and len(one) > 1 and other.shape == (len(one), 1) and one.is_floating_point()
-            # Targets compared with themselves are meant to be.
-            if is_spread and one.data_ptr() != other.data_ptr() and func.__name__.strip("_").endswith(_SPREADING):
+            is_column = one.ndim == 1 and other.shape == (len(one), 1)
+            is_deeper = is_loss and compares and 0 < one.ndim < other.ndim and len(one) == len(other)
+            is_spread = is_column or (is_deeper and other.shape[-1] in (1, one.shape[-1]))
+            if is_spread and len(one) > 1 and one.is_floating_point():
+                example = ", for example with answer.flatten()" * is_column
                 shapes = " and ".join(str(list(each.shape)) for each in pair)
                 raise ModelError(
                     f"{self._where}: {func.__name__} of an answer and the targets, of shapes {shapes}, would compare "
-                    f"each sample with all {len(one)}; give both one shape, for example with answer.flatten()."
+                    f"each sample with all {len(one)}; give both one shape{example}."
                 )
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if pair and all(known) and isinstance(found, Tensor):
+            self._targets.append(found)
+        return found
 
 
 def check_methods(task: Task) -> None:
@@ -152,7 +165,7 @@ def check_methods(task: Task) -> None:
             )
 
 
-_SPREADING = ("sub", "subtract", "mul", "multiply", "div", "divide", "loss")
+_SPREADING = re.compile("[ir]?(true_?)?(sub|subtract|mul|multiply|div|divide)|kl_div|.*loss")
 _OF_LOSS = ("loss", "loss_options", "target_threshold", "label_smoothing", "class_weights")
 # Names by which code may read these keys, or hand them on.
 _READERS = {"recipe", "train", "_loss", "weights_by_class", "mean_class_weight"}

@@ -127,5 +127,7 @@ def test_parts_of_epochs_follow_their_size() -> None:
     """Twice an epoch: every two steps of four, then every step of two."""
     epochs = Epochs.cut(16, [(0, 4, 1), (2, 8, 2)])
     assert epochs.due_steps(Duration(0.5, "epochs"), 12) == (2, 4, 6, 8, 9, 10, 11, 12)
+    assert Epochs.cut(20, [(0, 4, 1)]).due_steps(Duration(0.5, "epochs"), 15) == (2, 5, 8, 10, 12, 15)
+    assert Epochs.cut(20, [(0, 4, 1)]).due_steps(Duration(10, "percent"), 15) == (2, 3, 4, 6, 8, 9, 10, 12, 14, 15)
     # 24, 48 and 72 of them: one and a half, three, and four and a half epochs.
     assert epochs.due_steps(Duration(24, "samples"), 14) == (6, 10, 13)

@@ -10,6 +10,7 @@ import builtins
 import dis
 import inspect
 import os
+import re
 import sys
 import textwrap
 import time
@@ -19,7 +20,7 @@ from contextlib import suppress
 from datetime import date, datetime, timedelta
 from enum import Enum
 from functools import partial
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +30,23 @@ from paceline.data.objects.parts import code_in, is_of_library, names_in_module,
 
 _SETS = (set, frozenset)
 _LATER_SECONDS = 100_003
-_CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+_CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
+# What formats the time: the place of the argument that is the current time by default.
+_FORMATS = {"localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0, "strftime": 1}
+
+
+def has_fixed_hashes(environment: bytes) -> bool:
+    """Whether a process that was started in this environment hashes text as every other one does.
+
+    A program that sets the variable itself is too late.
+    """
+    return re.search(rb"(?:^|\0)PYTHONHASHSEED=\d", environment) is not None
+
+
+try:
+    _FIXED_HASHES = has_fixed_hashes(Path("/proc/self/environ").read_bytes())
+except OSError:  # another system
+    _FIXED_HASHES = False
 
 
 class _StandIn(type):
@@ -44,7 +61,7 @@ def as_other_worker(data: Any) -> None:
     info = torch_worker.WorkerInfo(id=1, num_workers=3, seed=1, dataset=data)
     torch_worker._worker_info = info  # noqa: SLF001  # get_worker_info() reads it; torch has no setter
     number = os.getpid() + 1
-    patch("os.getpid", lambda: number).start()
+    patch.multiple("os", getpid=lambda: number, getppid=lambda: number).start()
 
 
 def with_other_hashes(_: Any) -> None:
@@ -77,46 +94,58 @@ def _is_salted(value: Any) -> bool:
     if isinstance(value, tuple | frozenset):
         return any(map(_is_salted, value))
     hashed: Any = type(value).__hash__
-    return isinstance(value, str | bytes | Enum | date | PurePath) or hashed is object.__hash__
+    is_text = isinstance(value, str | bytes | Enum | date | PurePath)
+    return (is_text and not _FIXED_HASHES) or hashed is object.__hash__
 
 
-class _OtherOrder(set[Any], metaclass=_StandIn):
-    """A set of the same members in the opposite order, as another hash seed may give."""
+def _reversing(kind: Any) -> Any:
+    """Return a class for sets of the same members in the opposite order, as another hash seed may give."""
 
-    def __iter__(self) -> Iterator[Any]:
-        members = [*super().__iter__()]
+    def in_other_order(self: Any) -> Iterator[Any]:
+        members = [*kind.__iter__(self)]
         return iter(members[::-1] if any(map(_is_salted, members)) else members)
 
-    def pop(self) -> Any:
-        """Remove and return the first member."""
+    def pop(self: Any) -> Any:
         first = next(iter(self))
         self.remove(first)
         return first
 
+    def of_same_kind(name: str) -> Callable[..., Any]:
+        def method(*arguments: Any) -> Any:
+            found = getattr(kind, name)(*arguments)
+            return made(found) if isinstance(found, _SETS) else found
 
-def _returning_same_kind(name: str) -> Callable[..., Any]:
-    def method(*arguments: Any) -> Any:
-        found = getattr(_SETS[0], name)(*arguments)
-        return _OtherOrder(found) if isinstance(found, _SETS) else found
+        return method
 
-    return method
+    names = ("__and__", "__or__", "__sub__", "__xor__", "union", "intersection", "difference", "copy")
+    own = {name: of_same_kind(name) for name in names} | {"__iter__": in_other_order}
+    made = _StandIn(kind.__name__, (kind,), own | ({"pop": pop} if hasattr(kind, "pop") else {}))
+    return made
 
 
-for _name in ("__and__", "__or__", "__sub__", "__xor__", "union", "intersection", "difference", "copy"):
-    setattr(_OtherOrder, _name, _returning_same_kind(_name))
+_OTHER_SETS = {kind: _reversing(kind) for kind in _SETS}
+
+
+def _reversed(value: Any) -> Any:
+    return next((other(value) for kind, other in _OTHER_SETS.items() if isinstance(value, kind)), value)
 
 
 def with_sets_in_other_order(data: Any) -> None:
     """Reverse the sets that a data set holds, and those that its code makes."""
-    patch("builtins.set", _OtherOrder).start()
+    for kind, other in _OTHER_SETS.items():
+        patch(f"builtins.{kind.__name__}", other).start()
     for owner in list(parts_of(data)):
         if isinstance(owner, types.FunctionType):
-            _replace(owner, lambda value: _OtherOrder(value) if isinstance(value, _SETS) else value)
+            _replace(owner, _reversed)
             with suppress(OSError, SyntaxError, TypeError, ValueError):  # no source, or not as it was compiled
                 _call_set(owner)
             continue
-        named = vars(owner) if hasattr(owner, "__dict__") and not isinstance(owner, type) else {}
-        named.update({name: _OtherOrder(value) for name, value in named.items() if isinstance(value, _SETS)})
+        if type(owner) is list:
+            owner[:] = map(_reversed, owner)
+            continue
+        has_names = hasattr(owner, "__dict__") and not isinstance(owner, type)
+        named = owner if type(owner) is dict else vars(owner) if has_names else {}
+        named.update({name: _reversed(value) for name, value in named.items() if isinstance(value, _SETS)})
 
 
 def _replace(function: types.FunctionType, replaced: Callable[[Any], Any]) -> None:
@@ -142,7 +171,8 @@ def _call_set(function: types.FunctionType) -> None:
     """Have ``{...}`` in a function of yours call ``set``, which is replaced."""
     code = function.__code__
     steps = {step.opname for each in code_in(code) for step in dis.get_instructions(each)}
-    if is_of_library(code) or not steps & {"BUILD_SET", "SET_ADD"}:
+    has_constant = any(isinstance(value, _SETS) for each in code_in(code) for value in each.co_consts)
+    if is_of_library(code) or not (has_constant or steps & {"BUILD_SET", "SET_ADD"}):
         return
     [made] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     if not isinstance(made, ast.FunctionDef):
@@ -180,11 +210,14 @@ class _LaterDay(date, metaclass=_StandIn):
 def with_later_clock(data: Any) -> None:
     """Move the clock forward, for code that asks Python's modules for it."""
 
-    def later(clock: Callable[[], Any], seconds: int) -> Any:
-        return clock() + seconds
+    def later(clock: Callable[..., Any], seconds: int, *arguments: Any) -> Any:
+        return clock(*arguments) + seconds
 
-    def told(clock: Callable[[Any], Any], now: Callable[[], float], seconds: float | None = None) -> Any:
-        return clock(now() if seconds is None else seconds)
+    def told(clock: Callable[..., Any], place: int, *arguments: Any) -> Any:
+        if any(each is not None for each in arguments[place:]):
+            return clock(*arguments)
+        now = time.localtime if clock.__name__ in ("asctime", "strftime") else time.time
+        return clock(*arguments[:place], now())
 
     moved: list[tuple[Any, Any]] = [(datetime, _LaterTime), (date, _LaterDay)]
     patch.multiple("datetime", datetime=_LaterTime, date=_LaterDay).start()
@@ -193,9 +226,9 @@ def with_later_clock(data: Any) -> None:
             clock = getattr(time, name + suffix)
             moved.append((clock, partial(later, clock, _LATER_SECONDS * unit)))
             patch.object(time, name + suffix, moved[-1][1]).start()
-    for name in ("localtime", "gmtime", "ctime"):
+    for name, place in _FORMATS.items():
         clock = getattr(time, name)
-        moved.append((clock, partial(told, clock, time.time)))
+        moved.append((clock, partial(told, clock, place)))
         patch.object(time, name, moved[-1][1]).start()
     for owner in list(parts_of(data)):
         if isinstance(owner, types.FunctionType):

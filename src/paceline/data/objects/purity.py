@@ -52,11 +52,11 @@ _SHARED = ", whose position loader processes share: open it in [i], once for eac
 _OTHERWISE = ", which differs from process to process"
 Change = Callable[[Any], None]
 _CHANGES: dict[str, Change] = {
+    " depends on the clock, which a resumed run reads later: leave the time out of it": with_later_clock,
     " depends on the process that reads it (its number or id)": as_other_worker,
     f" depends on hash(){_OTHERWISE}: use zlib.crc32 or hashlib": with_other_hashes,
     f" depends on id(), an address{_OTHERWISE}: use the sample's number": with_other_addresses,
     f" depends on the order of a set{_OTHERWISE}: sort it": with_sets_in_other_order,
-    " depends on the clock, which a resumed run reads later: leave the time out of it": with_later_clock,
 }
 _CLOCK = {"time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "now", "utcnow", "today"}
 _FRESH = {"default_rng", "SystemRandom", "urandom", "uuid4", "token_bytes", "token_hex", "Random", "RandomState"}

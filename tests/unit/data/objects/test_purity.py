@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, get_worker_info
 
+from paceline.data.objects.elsewhere import has_fixed_hashes
 from paceline.data.objects.keyed import KeyedReader
 from paceline.data.objects.purity import Reading, read_again
 from paceline.data.objects.samples import take_apart
@@ -213,6 +214,39 @@ class OrderOfUnion(Twenty):
         return list(set("abcd") | set("ef"))
 
 
+class OrderOfConstant(Twenty):
+    def __getitem__(self, i: int) -> str:
+        return next(word for word in {"cat", "dog", "cow", "hen"})  # noqa: PLC0208  # the mistake under test
+
+
+class OrderOfFrozen(Twenty):
+    def __getitem__(self, i: int) -> list[str]:
+        return list(frozenset("abcd") - frozenset("d"))
+
+
+class OrderInside(Twenty):
+    def __init__(self) -> None:
+        self.words = {"animals": [{"cat", "dog", "cow", "hen"}]}
+
+    def __getitem__(self, i: int) -> str:
+        return next(iter(self.words["animals"][0]))
+
+
+class Formatted(Twenty):
+    def __getitem__(self, i: int) -> str:
+        return time.strftime("%d %H")
+
+
+class FromClock(Twenty):
+    def __getitem__(self, i: int) -> float:
+        return time.clock_gettime(time.CLOCK_REALTIME) // 3600
+
+
+class ParentId(Twenty):
+    def __getitem__(self, i: int) -> int:
+        return os.getppid()
+
+
 @dataclass(frozen=True)
 class Key:
     name: str
@@ -233,6 +267,9 @@ class Careful(Twenty):
         self.seen[id(self)] = time.perf_counter() - begun
         words = {word.lower() for word in ("Cat", "Dog")} | {"cow"}
         assert isinstance(words, set)
+        assert isinstance(frozenset(words), frozenset)
+        assert {frozenset(["a"]): i}[frozenset(["a"])] == i
+        assert time.strftime("%d", time.localtime(0)) == time.strftime("%d", time.localtime(0))
         return row, sorted(words), "cat" in {*words}, list(set(self.codes)), isinstance(MOMENT, Moment)
 
 
@@ -292,10 +329,12 @@ def test_a_pure_data_set_has_a_digest_and_no_difference(kind: type[Twenty]) -> N
         (HashSeed, "depends on hash()"),
         (OrderOfSet, "depends on the order of a set"),
         (Augmented, "train_set[0] keeps the random draws of its first read"),
-        *((kind, "depends on the clock") for kind in (Seconds, Monotonic, Day, Hour)),
+        *((kind, "depends on the clock") for kind in (Seconds, Monotonic, Day, Hour, Formatted, FromClock)),
+        (ParentId, "depends on the process that reads it"),
         (Address, "depends on id()"),
         *((kind, "depends on hash()") for kind in (HashOfTuple, HashOfFrozenSet)),
         *((kind, "the order of a set") for kind in (OrderOfComprehension, OrderOfDisplay, OrderOfUnion)),
+        *((kind, "the order of a set") for kind in (OrderOfConstant, OrderOfFrozen, OrderInside)),
     ],
 )
 def test_what_is_not_pure_is_named_with_its_sample(kind: type[Twenty], cause: str) -> None:
@@ -303,6 +342,20 @@ def test_what_is_not_pure_is_named_with_its_sample(kind: type[Twenty], cause: st
     assert cause in found.difference
     assert found.difference.startswith("train_set[")
     assert found.digest == ""
+
+
+@pytest.mark.parametrize("kind", [HashSeed, OrderOfSet, OrderOfFrozen])
+def test_hashes_that_every_process_shares_are_not_named(kind: type[Twenty], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.data.objects.elsewhere._FIXED_HASHES", True)
+    assert reading(kind()).difference == ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_fixed"),
+    [(b"A=1\0PYTHONHASHSEED=42\0", True), (b"PYTHONHASHSEED=0", True), (b"PYTHONHASHSEED=random", False), (b"", False)],
+)
+def test_the_seed_of_hashes_is_that_of_the_start(environment: bytes, is_fixed: bool) -> None:
+    assert has_fixed_hashes(environment) == is_fixed
 
 
 def test_an_open_file_reads_on_where_it_stands(tmp_path: Path) -> None:
