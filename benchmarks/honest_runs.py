@@ -112,7 +112,7 @@ KINDS = {
     "exact, another number of processes": Kind(
         ("parallel.exact=true", "parallel.logical_ranks=2"), (Launch(1, until="5 steps"), Launch(2))
     ),
-    "LoRA": Kind(("model.adapters.rank=2", "train.ema=off"), is_forked=False),
+    "LoRA": Kind(("model.adapters.rank=2",), is_forked=False),
     "moving average": Kind(("train.ema=0.9",)),
     "mixture": Kind(("data.dataset=mixture", "data.path=pictures", "data.mixture={a: 3, table.csv: 1}")),
     "balanced classes": Kind((*TABLE, "data.sampling=balanced")),
@@ -176,8 +176,6 @@ def measure(folder: Path, name: str, variant: int) -> dict[str, Any]:
     """Train and verify one run."""
     kind, run = KINDS[name], folder / f"{list(KINDS).index(name)}-{variant}"
     words = [*VARIANTS[variant], *(AUGMENTED[variant] if kind.recipe == "images.yaml" else ()), *kind.words]
-    if name == "LoRA":
-        words += ["optimizer.name=adamw", "optimizer.momentum=off"]
     popen: Callable[..., Any] = fork_server.Popen if kind.is_forked else subprocess.Popen
     with patch.object(subprocess, "Popen", popen):
         started = time.perf_counter()
