@@ -210,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = {(each["kind"], each["variant"]) for each in found}
     with tempfile.TemporaryDirectory(prefix="honest-") as scratch, options.progress.open("a") as progress:
         os.chdir(scratch)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{scratch}/compiled"  # else each launch compiles anew
         write_data(Path(scratch))
         for variant in range(len(VARIANTS)):
             for name in options.only:

@@ -1,16 +1,18 @@
 """What does `paceline verify` cost next to the steps it computes again, and what does training pay for it?
 
-A short and a long run of one stretch each are trained and verified, in turns. Processor seconds of all processes are
-counted: the difference between long and short is the cost of the steps, the rest is start-up. `verify.every` is
-compared with a run without it. What a step pays where it is off is timed alone: it is too little to see in a step.
+A short and a long run of one stretch each are trained and verified, in turns. Processor seconds are counted, of the
+training that `verify` starts, which is the same program, and of its own process. The difference between long and short
+is the cost of the steps, the rest is start-up. `verify.every` is compared with a run without it. What a step pays where
+it is off is timed alone: it is too little to see in a step.
 
-    python benchmarks/verify_cost.py [--pairs 5] [--steps 40 240] [--dry-run]
+    python benchmarks/verify_cost.py [--pairs 4] [--steps 50 550] [--dry-run]
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from typing import Any, cast
 import torch
 from hardware import facts, spread, write_result
 
+import paceline
 from paceline.data.batch import Batch
 from paceline.records.environment import code_digests
 from paceline.trainer.listeners import Listener
@@ -51,16 +54,26 @@ def processor_seconds(*words: str) -> float:
     return used.ru_utime + used.ru_stime
 
 
+def verified(run: str) -> tuple[float, float]:
+    """Processor seconds of `verify` itself, and of the training that it starts."""
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    before = [resource.getrusage(each) for each in kinds]
+    paceline.verify(run, all=True)
+    after = [resource.getrusage(each) for each in kinds]
+    own, started = (b.ru_utime + b.ru_stime - a.ru_utime - a.ru_stime for a, b in zip(before, after, strict=True))
+    return own, started
+
+
 def pair(scratch: Path, number: int, steps: Sequence[int]) -> dict[str, dict[int, float]]:
     """Processor seconds of training and verifying runs of these lengths."""
-    found: dict[str, dict[int, float]] = {"train": {}, "verify": {}}
+    found: dict[str, dict[int, float]] = {"train": {}, "own": {}, "again": {}}
     for count in steps:
         run = str(scratch / f"{number}-{count}")
         duration = f"{count} steps"
         found["train"][count] = processor_seconds(
             "train", *KEYS, f"train.duration={duration}", f"checkpoint.every={duration}", "--run-dir", run
         )
-        found["verify"][count] = processor_seconds("verify", run, "--all")
+        found["own"][count], found["again"][count] = verified(run)
     return found
 
 
@@ -110,8 +123,8 @@ def digest_milliseconds(scratch: Path) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the result files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, nargs=2, default=[40, 240])
+    parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--steps", type=int, nargs=2, default=[50, 550])
     parser.add_argument("--dry-run", action="store_true", help="print, write no result files")
     options = parser.parse_args(arguments)
     known, (short, long) = facts(), options.steps
@@ -124,17 +137,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start = {
         kind: [one[kind][short] - short * each for one, each in zip(pairs, steps[kind], strict=True)] for kind in steps
     }
-    ratios = [again / first for first, again in zip(steps["train"], steps["verify"], strict=True)]
     step = statistics.median(steps["train"])
     check = spread([(on - off) / CHECKS / step for off, on in checked])
     call = call_nanoseconds()
     result: dict[str, Any] = {
         "steps": options.steps,
-        "ratio": spread(ratios),
         "train_milliseconds_per_step": spread([1000 * each for each in steps["train"]]),
-        "verify_milliseconds_per_step": spread([1000 * each for each in steps["verify"]]),
-        "train_start_seconds": spread(start["train"]),
-        "verify_start_seconds": spread(start["verify"]),
+        "again_milliseconds_per_step": spread([1000 * each for each in steps["again"]]),
+        "own_milliseconds_per_step": spread([1000 * each for each in steps["own"]]),
+        "own_percent_of_step": spread([100 * each / step for each in steps["own"]]),
+        "start_seconds": {kind: spread(each) for kind, each in start.items()},
         "check_in_steps": check,
         "call_nanoseconds": call,
         "call_percent_of_step": call / step / 1e7,
@@ -142,16 +154,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "pairs": pairs,
         "checked": checked,
     }
-    ratio, starts = result["ratio"], [result[f"{kind}_start_seconds"]["median"] for kind in steps]
+    own, starts = result["own_percent_of_step"], {kind: statistics.median(each) for kind, each in start.items()}
+    times = [result[f"{kind}_milliseconds_per_step"] for kind in ("train", "again")]
+    first, again = (f"{each['median']:.1f} ms ({each['minimum']:.1f} to {each['maximum']:.1f})" for each in times)
     lines = [
-        f"A step that `verify` computes again takes {ratio['median']:.3f} times the processor time of a training's step.",
-        f"Median of {options.pairs} pairs, {short} and {long} steps of {1000 * step:.1f} ms; {ratio['minimum']:.3f} to",
-        f"{ratio['maximum']:.3f}. Start-up: {starts[0]:.1f} s to train, {starts[1]:.1f} s to verify one stretch.",
+        f"`verify` adds {own['median']:.2f} % of a step to each step that it computes again ({own['minimum']:.2f} to",
+        f"{own['maximum']:.2f}; {options.pairs} pairs of {short} and {long} steps, processor time).",
+        f"A step takes {first} in the run, and {again} again.",
+        f"Start-up: {starts['train']:.1f} s to train; for a stretch {starts['again']:.1f} s to train it and",
+        f"{starts['own']:.1f} s to open the data and compare.",
         "",
-        f"For verify and diff, a step calls functions of {call:.0f} ns, {result['call_percent_of_step']:.4f} % of it",
-        f"(median of {BLOCKS} pairs of {CALLS} calls), and records nothing.",
+        f"For verify and diff, a step of a run calls functions of {call:.0f} ns,",
+        f"{result['call_percent_of_step']:.4f} % of a step (median of {BLOCKS} pairs of {CALLS} calls), and records nothing.",
         "",
-        f"A check of `verify.every` costs {check['median']:.1f} steps ({check['minimum']:.1f} to {check['maximum']:.1f}).",
+        f"A check of `verify.every` costs {check['median']:.1f} steps ({check['minimum']:.1f} to",
+        f"{check['maximum']:.1f}).",
         f"Digests of {SOURCES} source files of {SOURCE_BYTES // 1000} kB take {digests:.1f} ms, once a launch.",
     ]
     print("\n".join(lines))
