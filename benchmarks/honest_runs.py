@@ -1,8 +1,8 @@
 """Does `paceline verify --all` raise a false alarm on an honest run?
 
 Sixty runs of sixteen kinds, of most kinds four with other optimizers, schedules, augmentations and seeds, are trained
-as commands and then verified. The commands are forked from a process that has imported torch (tests/fork_server.py), where
-a fork reproduces them. Every finished run is kept in ``--progress``, and the same command continues from there.
+as commands and then verified. Where a fork reproduces a command, it is forked from a process that has imported torch
+(tests/fork_server.py). Every finished run is kept in ``--progress``, and the same command continues from there.
 
     python benchmarks/honest_runs.py --progress honest.jsonl [--only KIND ...] [--dry-run]
 """
