@@ -383,6 +383,10 @@ def test_another_machine_leaves_a_tolerance(paceline_here: Call, run: Path) -> N
     least, largest = document["tolerance"]
     assert 1e-5 <= least <= largest <= 0.1
     assert f"would be found is {least:.1e}" in document["promise"]
+    edit_events(
+        run, lambda each: each.update(lr=1.01 * each["lr"]) if (each["event"], each["step"]) == ("step", 6) else 0
+    )
+    assert verified(paceline_here, run, 3, "--step", "4:8")["first_difference"]["tensor"] == "lr"
     save_again(run, 8, lambda states: states["model"]["classifier.weight"].mul_(1 + 2 * largest))
     document = verified(paceline_here, run, 3, "--step", "4:8")
     assert "processor was another" in document["reason"]

@@ -27,7 +27,8 @@ _FIRST = ("model", "ema", "optimizer")
 # What depends on the clock, or counts launches.
 _LEFT_OUT = {"clock": None, "progress": ("resumes", "earlier_seconds")}
 _OF_TENSORS_ONLY = ("progress", "window", "clock")
-# Values of records that are compared where bits may differ; a count of right answers may change by one.
+# Values of records that are compared where bits may differ, the loss within the tolerance; a count of right answers may
+# change by one.
 _TOLERATED = ("samples", "epoch", "lr", "loss")
 # Values of a step record that are not means over the steps since the one before.
 _OF_ONE_STEP = {"epoch", "samples", "lr", "grad_norm"}
@@ -105,8 +106,9 @@ class Tolerance:
             states = (read_components(path, (component,))[component] for path in (again, narrow))
             tensors, others = (encode(each, where=component)[1] for each in states)
             for name, tensor in tensors.items():
-                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                    differs = _MARGIN * _relative(tensor, others[name])
+                other = others[name]
+                if isinstance(tensor, torch.Tensor) and isinstance(other, torch.Tensor) and tensor.is_floating_point():
+                    differs = _MARGIN * _relative(tensor, other)
                     found[f"{component} {name}"] = min(_MOST_TOLERATED, max(_LEAST_TOLERATED, differs))
         return cls(largest=max(found.values()), tensors=found)
 
@@ -270,7 +272,7 @@ def compare_records(
             gone = f"{what} of step {position} is {'missing' if was is None else 'not one of the run'}"
             return RecordFound(step=position, position=position, kind=kind, name=kind, cause=gone)
         for name in {**was, **now} if tolerance is None else _TOLERATED:
-            if not _is_close(was.get(name), now.get(name), tolerance):
+            if not _is_close(was.get(name), now.get(name), tolerance if name == "loss" else None):
                 step = int(now["step"])
                 where = "in the other run" if shared else "was computed again"
                 cause = f"{what} of step {step} says {name}={was.get(name)}, and {now.get(name)} {where}"
