@@ -21,6 +21,7 @@ from paceline.host.processes import ProcessGroup, can_find_descendants, signal_n
 
 _POLL_SECONDS = 0.002
 _STOP_SECONDS = 120.0
+_END_BYTES = 1_000_000
 
 
 class OverdueError(Exception):
@@ -215,7 +216,10 @@ def check_alone(study: str) -> None:
 def last_step(run_dir: Path) -> int:
     """Return the last recorded step of a run directory, while the run continues; 0 without one."""
     try:
-        lines = (run_dir / "events.jsonl").read_bytes().split(b"\n")[:-1]
+        with (run_dir / "events.jsonl").open("rb") as file:  # of a long run only the end, as this is called often
+            begin = max(0, file.seek(0, os.SEEK_END) - _END_BYTES)
+            file.seek(begin)
+            lines = file.read().split(b"\n")[bool(begin) : -1]
     except FileNotFoundError:
         return 0
     return max((int(json.loads(line)["step"]) for line in lines[-20:]), default=0)

@@ -18,7 +18,7 @@ import fork_server
 import numpy as np
 import pytest
 import torch
-from calls import Call
+from calls import Call, in_a_process
 from PIL import Image
 from run_directories import fingerprint, saved_steps
 
@@ -400,10 +400,35 @@ def test_another_machine_leaves_a_tolerance(paceline_here: Call, run: Path) -> N
     weight(run)
     document = verified(paceline_here, run, 0, "--step", "4:8")
     assert "within a tolerance" in document["promise"]
-    save_again(run, 8, lambda states: states["model"]["classifier.weight"].mul_(2))
+    least, largest = document["tolerance"]
+    assert 1e-5 <= least <= largest <= 0.1
+    assert f"would be found is {least:.1e}" in document["promise"]
+    edit_events(
+        run, lambda each: each.update(lr=1.01 * each["lr"]) if (each["event"], each["step"]) == ("step", 6) else 0
+    )
+    assert verified(paceline_here, run, 3, "--step", "4:8")["first_difference"]["tensor"] == "lr"
+    save_again(run, 8, lambda states: states["model"]["classifier.weight"].mul_(1 + 2 * largest))
     document = verified(paceline_here, run, 3, "--step", "4:8")
     assert "processor was another" in document["reason"]
+    assert document["first_difference"]["tensor"] == "classifier.weight"
     verified(paceline_here, run, 1, "--step", "4:8", "--tolerance", 1e-6)
+
+
+@pytest.mark.thorough
+def test_other_vector_instructions_leave_a_measured_tolerance(
+    paceline_here: Call, tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("this processor has no wider vectors than AVX2")
+    words = [f"{key}={'off' if each is None else each}" for key, each in STEPS.items()]
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    in_a_process("train", tiny_recipe, *words, "model.options.width=16", "--run-dir", "run", cwd=tmp_path).ended(0)
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY")
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    document = verified(paceline_here, Path("run"), 0, "--step", "0:4")
+    assert "vector instructions was AVX2" in document["promise"]
+    assert document["tolerance"], document
 
 
 def test_what_cannot_be_opened_cannot_be_told(paceline_here: Call, run: Path) -> None:

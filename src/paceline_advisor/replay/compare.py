@@ -6,6 +6,7 @@ import heapq
 import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import field
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -26,11 +27,17 @@ _FIRST = ("model", "ema", "optimizer")
 # What depends on the clock, or counts launches.
 _LEFT_OUT = {"clock": None, "progress": ("resumes", "earlier_seconds")}
 _OF_TENSORS_ONLY = ("progress", "window", "clock")
-# Values of records that are compared where bits may differ; a count of right answers may change by one.
+# Values of records that are compared where bits may differ, the loss within the tolerance; a count of right answers may
+# change by one.
 _TOLERATED = ("samples", "epoch", "lr", "loss")
 # Values of a step record that are not means over the steps since the one before.
 _OF_ONE_STEP = {"epoch", "samples", "lr", "grad_norm"}
 _NAMED = 4
+# What the norm of a tensor may differ by where bits may: ten times as much as between two computations of the stretch
+# here, one of them with narrower vectors, but at least and at most this. See benchmarks/tolerance.py.
+_MARGIN, _LEAST_TOLERATED, _MOST_TOLERATED = 10, 1e-5, 0.1
+# A choice, for devices whose rounding cannot be changed from outside.
+_TOLERANCE_A_STEP = 1e-3
 _SCORES = ("weights_sha256", "ema_sha256", "metrics", "samples", "epoch", "ledger")
 
 
@@ -74,6 +81,47 @@ class FirstDifference:
 
 
 @frozen
+class Tolerance:
+    """How far tensors may differ where bits may: relative differences, in the 2-norm.
+
+    Attributes:
+        largest: The largest of all, which holds for records and for tensors that were not measured.
+        tensors: That of each measured tensor, by component and name.
+    """
+
+    largest: float
+    tensors: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def chosen(cls, steps: int) -> Tolerance:
+        """Return one that grows with the steps, where nothing can be measured."""
+        return cls(largest=min(_MOST_TOLERATED, _TOLERANCE_A_STEP * steps))
+
+    @classmethod
+    def measured(cls, again: Path, narrow: Path) -> Tolerance:
+        """Return that of a stretch, from its end after two computations that round differently."""
+        found = dict[str, float]()
+        for component in read_manifest(again).components.keys() - _OF_TENSORS_ONLY:
+            states = (read_components(path, (component,))[component] for path in (again, narrow))
+            tensors, others = (encode(each, where=component)[1] for each in states)
+            for name, tensor in tensors.items():
+                other = others[name]
+                if isinstance(tensor, torch.Tensor) and isinstance(other, torch.Tensor) and tensor.is_floating_point():
+                    differs = _MARGIN * _relative(tensor, other)
+                    found[f"{component} {name}"] = min(_MOST_TOLERATED, max(_LEAST_TOLERATED, differs))
+        return cls(largest=max(found.values()), tensors=found)
+
+    @property
+    def least(self) -> float:
+        """The smallest of all."""
+        return min(self.tensors.values(), default=self.largest)
+
+    def of(self, component: str, name: str) -> float:
+        """Return that of a tensor."""
+        return self.tensors.get(f"{component} {name}", self.largest)
+
+
+@frozen
 class FoundDifference:
     """A value of the state that differs; fields as of :class:`FirstDifference`."""
 
@@ -84,13 +132,13 @@ class FoundDifference:
     cause: str
 
 
-def compare_states(recorded: Path, again: Path, tolerance: float | None) -> Iterator[FoundDifference]:
+def compare_states(recorded: Path, again: Path, tolerance: Tolerance | None) -> Iterator[FoundDifference]:
     """Yield what differs between two checkpoints, component by component.
 
     Args:
         recorded: The run's checkpoint.
         again: The checkpoint computed again.
-        tolerance: The largest relative difference of a tensor, in the 2-norm; None for equal bits.
+        tolerance: How far tensors may differ; None for equal bits.
     """
     mine, theirs = read_manifest(recorded).components, read_manifest(again).components
     others = sorted((mine.keys() | theirs.keys()).difference(_FIRST))
@@ -112,7 +160,7 @@ def first_state_difference(recorded: Path, again: Path) -> FoundDifference | Non
     )
 
 
-def _compare_state(component: str, old: Json, new: Json, tolerance: float | None) -> Iterator[FoundDifference]:
+def _compare_state(component: str, old: Json, new: Json, tolerance: Tolerance | None) -> Iterator[FoundDifference]:
     (structure, tensors), (other, others) = (encode(each, where=component) for each in (old, new))
     for name, tensor in tensors.items():
         if isinstance(found := others.get(name), torch.Tensor) and isinstance(tensor, torch.Tensor):
@@ -126,7 +174,7 @@ def _compare_state(component: str, old: Json, new: Json, tolerance: float | None
 
 
 def _compare_tensor(
-    component: str, name: str, old: torch.Tensor, new: torch.Tensor, tolerance: float | None
+    component: str, name: str, old: torch.Tensor, new: torch.Tensor, tolerance: Tolerance | None
 ) -> Iterator[FoundDifference]:
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         kinds = [f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in (old, new)]
@@ -138,7 +186,7 @@ def _compare_tensor(
     if not unequal.any():
         return
     relative = _relative(old, new)
-    if tolerance is not None and old.dtype.is_floating_point and relative <= tolerance:
+    if tolerance is not None and old.dtype.is_floating_point and relative <= tolerance.of(component, name):
         return
     count, at = int(unequal.sum()), int(unequal.nonzero()[0])
     index = tuple(int(each) for each in np.unravel_index(at, old.shape))
@@ -203,7 +251,7 @@ class RecordFound:
 
 
 def compare_records(
-    run: RunDirectory, again: RunDirectory, begin: int, end: int, tolerance: float | None, *, shared: bool = False
+    run: RunDirectory, again: RunDirectory, begin: int, end: int, tolerance: Tolerance | None, *, shared: bool = False
 ) -> RecordFound | None:
     """Return the first step record or evaluation after position ``begin``, up to ``end``, that differs.
 
@@ -225,7 +273,7 @@ def compare_records(
             gone = f"{what} of step {position} is {'missing' if was is None else 'not one of the run'}"
             return RecordFound(step=position, position=position, kind=kind, name=kind, cause=gone)
         for name in {**was, **now} if tolerance is None else _TOLERATED:
-            if not _is_close(was.get(name), now.get(name), tolerance):
+            if not _is_close(was.get(name), now.get(name), tolerance if name == "loss" else None):
                 step = int(now["step"])
                 where = "in the other run" if shared else "was computed again"
                 cause = f"{what} of step {step} says {name}={was.get(name)}, and {now.get(name)} {where}"
@@ -255,10 +303,10 @@ def _records(run: RunDirectory, begin: int, end: int) -> dict[tuple[int, int, st
     return found
 
 
-def _is_close(old: Any, new: Any, tolerance: float | None) -> bool:
+def _is_close(old: Any, new: Any, tolerance: Tolerance | None) -> bool:
     if tolerance is None or type(old) not in (int, float) or type(new) not in (int, float):
         return bool(old == new)
-    return bool(abs(old - new) <= tolerance * max(abs(old), abs(new), 1e-3))
+    return bool(abs(old - new) <= tolerance.largest * max(abs(old), abs(new), 1.0))
 
 
 def compare_ledgers(run: RunDirectory, again: RunDirectory, begin: int, end: int) -> tuple[int, str] | None:

@@ -38,6 +38,7 @@ from paceline_advisor.launches import CommandProcess, last_step, said
 from paceline_advisor.replay.compare import (
     FirstDifference,
     FoundDifference,
+    Tolerance,
     compare_ledgers,
     compare_outcomes,
     compare_records,
@@ -78,14 +79,14 @@ class StretchOutcome:
     Attributes:
         stretch: The stretch.
         difference: The first difference; None if there is none.
-        is_within: Whether bits differ, but by no more than the tolerance.
+        tolerance: The tolerance that was used, since bits differ; None if they do not, or must not.
         unknown: Why it could not be computed again; empty if it was.
         seconds: How long it took.
     """
 
     stretch: Stretch
     difference: FirstDifference | None = None
-    is_within: bool = False
+    tolerance: Tolerance | None = None
     unknown: str = ""
     seconds: float = 0.0
 
@@ -102,19 +103,19 @@ class Engine:
     Attributes:
         run: The run.
         folder: The folder that it was started in, if it exists.
-        tolerance: The largest relative difference of a tensor after a number of steps; None for equal bits.
+        tolerance: The largest relative difference of a tensor; 0 to measure it, None for equal bits.
         capability: The processor's vector instructions that torch used, if other than here.
         program: The command of the user's program that trains it; None for a recipe that says all.
     """
 
     run: RunDirectory
     folder: Path | None
-    tolerance: Callable[[int], float] | None = None
+    tolerance: float | None = None
     capability: str | None = None
     program: Sequence[str] | None = None
 
     @classmethod
-    def of(cls, run: RunDirectory, tolerance: Callable[[int], float] | None = None) -> Self:
+    def of(cls, run: RunDirectory, tolerance: float | None = None) -> Self:
         """Return the engine for a run.
 
         Raises:
@@ -138,13 +139,13 @@ class Engine:
                     if point.path is not None:
                         verify_checkpoint(point.path)
                 again = self._train(stretch, scratch, progress)
-                difference, is_within = self._compare(stretch, again)
+                difference, tolerance = self._compare(stretch, again, scratch)
             except NotReplayedError as error:
                 return StretchOutcome(stretch=stretch, unknown=str(error), seconds=time.perf_counter() - started)
             except (CheckpointError, RunDirectoryError) as error:
-                difference, is_within = _whole(stretch, "files", str(error)), False
+                difference, tolerance = _whole(stretch, "files", str(error)), None
         seconds = time.perf_counter() - started
-        return StretchOutcome(stretch=stretch, difference=difference, is_within=is_within, seconds=seconds)
+        return StretchOutcome(stretch=stretch, difference=difference, tolerance=tolerance, seconds=seconds)
 
     def _check_same(self, again: RunDirectory, stretch: Stretch) -> None:
         """Check that what was computed again had the run's data, processes and, of a program, its objects and recipe.
@@ -206,7 +207,7 @@ class Engine:
             recipe = with_values(recipe, {"parallel.threads": threads})
             variables = {**variables, **({"OMP_NUM_THREADS": str(threads)} if self.program else {})}
         if self.capability is not None and _can_limit(self.capability):
-            variables = {**variables, "ATEN_CPU_CAPABILITY": self.capability.lower()}
+            variables = {"ATEN_CPU_CAPABILITY": self.capability.lower(), **variables}
         begin, again = stretch.begin, RunDirectory(scratch / "run")
         if begin.path is not None:
             copy_as_of(self.run, begin, again.root, steps=[begin.step], place=_symlink)
@@ -257,15 +258,29 @@ class Engine:
 
     # Compare
 
-    def _compare(self, stretch: Stretch, again: RunDirectory) -> tuple[FirstDifference | None, bool]:
+    def _compare(
+        self, stretch: Stretch, again: RunDirectory, scratch: Path
+    ) -> tuple[FirstDifference | None, Tolerance | None]:
         found = self._first_difference(stretch, again, None)
         if found is None or self.tolerance is None:
-            return found, False
-        difference = self._first_difference(stretch, again, self.tolerance(stretch.batches))
-        return difference, difference is None
+            return found, None
+        tolerance = Tolerance(largest=self.tolerance) if self.tolerance else self._measured(stretch, again, scratch)
+        return self._first_difference(stretch, again, tolerance), tolerance
+
+    def _measured(self, stretch: Stretch, again: RunDirectory, scratch: Path) -> Tolerance:
+        """Compute a stretch once more with narrower vectors, which round otherwise."""
+        end = CheckpointStore(again.checkpoints).steps()[-1:]
+        if not end or read_json(self.run.plan).get("device") != "cpu":
+            return Tolerance.chosen(stretch.batches)
+        is_wide = torch.backends.cpu.get_cpu_capability() == _CAPABILITIES[-1]
+        aten, onednn = ("avx2", "AVX2") if is_wide else ("default", "SSE41")
+        (scratch / "narrow").mkdir()
+        variables = {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
+        narrow = self._train(stretch, scratch / "narrow", lambda _: None, variables)
+        return Tolerance.measured(*(each.checkpoints / checkpoint_name(end[0]) for each in (again, narrow)))
 
     def _first_difference(
-        self, stretch: Stretch, again: RunDirectory, tolerance: float | None
+        self, stretch: Stretch, again: RunDirectory, tolerance: Tolerance | None
     ) -> FirstDifference | None:
         begin, end, recorded = stretch.begin, stretch.end, stretch.end.path
         assert recorded is not None  # only the start of a run has none

@@ -50,9 +50,6 @@ from paceline_advisor.replay.points import Stretch, points_of, stretches_of
 
 Verdict = Literal["equal", "different", "unknown"]
 
-# Relative difference of a tensor's norm that is allowed where bits may differ. A choice: rounding may grow faster while
-# a run is young, and then nothing can be told.
-_TOLERANCE_A_STEP, _MOST_TOLERATED = 1e-3, 0.1
 _DRAWN = 3
 _FAKED = 0.1
 _SURE = 0.05
@@ -97,11 +94,20 @@ class VerifyReport:
     @property
     def promise(self) -> str:
         """What was compared."""
-        if not self.unlike:
-            return "every bit was compared: the processor's kind, threads and versions are those of the run"
-        if not any(each.is_within for each in self.outcomes):
-            return f"every bit was compared, though not all is as it was: {named(self.unlike)}"
-        return f"compared within a tolerance, since not all is as it was: {named(self.unlike)}"
+        here = "the processor's kind, threads and versions are those of the run"
+        if self.unlike:
+            here = f"not all is as it was: {named(self.unlike)}"
+        if self.tolerance is None:
+            return f"every bit was compared: {here}"
+        smallest = " to ".join(f"{each:.1e}" for each in sorted({*self.tolerance}))
+        found = f"the smallest change of a tensor that would be found is {smallest} of its norm"
+        return f"compared within a tolerance, and {found}: {here}"
+
+    @property
+    def tolerance(self) -> tuple[float, float] | None:
+        """The smallest and largest tolerance that was used; None if all bits are equal, or were compared."""
+        used = [each.tolerance for each in self.outcomes if each.tolerance is not None]
+        return (min(each.least for each in used), max(each.largest for each in used)) if used else None
 
     def to_json(self) -> Json:
         """Return the report as one JSON object."""
@@ -114,6 +120,7 @@ class VerifyReport:
             "confidence": self.confidence,
             "promise": self.promise,
             "unlike": list(self.unlike),
+            "tolerance": self.tolerance,
             "reason": self.unknown,
             "stretches": self.total,
             "seed": self.seed,
@@ -144,7 +151,7 @@ def _word(outcome: StretchOutcome) -> str:
         return "not possible here"
     if outcome.difference is not None:
         return "different"
-    return "equal within the tolerance" if outcome.is_within else "equal"
+    return "equal" if outcome.tolerance is None else "equal within the tolerance"
 
 
 def verify(options: Verify, log: Log) -> VerifyReport:
@@ -201,7 +208,7 @@ def _verify(run: RunDirectory, options: Verify, report: VerifyReport, log: Log) 
     differences += _wrong_files(run, stretches)
     report = replace(report, total=len(stretches), unlike=unlike)
     try:
-        engine = Engine.of(run, _tolerance(options.tolerance, unlike=bool(unlike)))
+        engine = Engine.of(run, options.tolerance or (0.0 if unlike else None))
     except NotReplayedError as error:
         raise CannotTellError(f"{error}.") from error
     if engine.program is None and not any(each.component == "recipe" for each in differences):
@@ -402,9 +409,3 @@ def _unlike(environment: Mapping[str, Any]) -> Iterator[str]:
     here = capture_environment({**facts, "cpu_capability": torch.backends.cpu.get_cpu_capability()})
     for name, old, new in other_environment(environment, here):
         yield f"{name} was {old} and is {new} here"
-
-
-def _tolerance(given: float | None, *, unlike: bool) -> Any:
-    if given is not None:
-        return lambda _steps: given
-    return (lambda steps: min(_MOST_TOLERATED, _TOLERANCE_A_STEP * steps)) if unlike else None
