@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ class TrainingRecord:
 
 
 def _table(title: str, facts: Mapping[str, Any]) -> Table:
-    rows = [(key.replace("_", " "), _written(value)) for key, value in facts.items() if value not in (None, "", {}, [])]
+    rows = [(key.replace("_", " "), _written(value)) for key, value in facts.items() if value not in (None, "", {}, [], ())]
     return Table(columns=(title, ""), rows=rows)
 
 
@@ -129,11 +130,10 @@ def record(options: Record, log: Log) -> TrainingRecord:
         environment={"started": _date(environment), **{key: environment.get(key) for key in _ENVIRONMENT}},
         recipe=dict(tree),
         unknown=tuple(unknown),
-        page=options.output,
     )
     if options.output is not None:
         write_page(options.output, page_of(found.__paceline__()))
-    return found
+    return replace(found, page=options.output)
 
 
 def _date(environment: Json) -> str | None:
