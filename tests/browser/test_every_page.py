@@ -49,8 +49,6 @@ paceline.fit(torch.nn.Linear(3, 1), pairs, pairs[:8], loss=torch.nn.MSELoss(), e
 SERVED = ("digits", "texts", "topics", "pixels", "boxes")
 FILES = (*(f"{run}/report.html" for run in (*RUNS, "own")), "both.html", "record.html", "difference/diff.html")
 READER = Path(__file__).with_name("reader.js").read_text(encoding="utf-8")
-READY = """(!document.getElementById("figures") || document.documentElement.dataset.drawn)
-    && (!document.getElementById("pictures") || document.querySelector("#pictures img"))"""
 # The element with the focus, and whether its outline, or that of the label around it, is seen.
 FOCUS = """() => {
     const each = document.activeElement;
@@ -113,7 +111,9 @@ def test_it_can_be_read_and_used_by_keyboard(folder: Path, show: Call, name: str
         for scheme, width in (("light", 1280), ("dark", 390)):
             opened = show(address, drawn=False, scheme=scheme, width=width)
             page = opened.page
-            page.wait_for_function(READY)
+            drawn = {"#figures": "html[data-drawn]", "#pictures": "#pictures img"}
+            for wait in [drawn[part] for part in drawn if page.query_selector(part)]:
+                page.wait_for_selector(wait, state="attached")
             _ask(page, folder)
             assert page.evaluate(READER) == []
             visited = []
