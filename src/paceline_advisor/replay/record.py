@@ -96,7 +96,8 @@ class TrainingRecord:
 
 
 def _table(title: str, facts: Mapping[str, Any]) -> Table:
-    rows = [(key.replace("_", " "), _written(value)) for key, value in facts.items() if value not in (None, "", {}, [], ())]
+    empty: tuple[Any, ...] = (None, "", {}, [], ())
+    rows = [(key.replace("_", " "), _written(value)) for key, value in facts.items() if value not in empty]
     return Table(columns=(title, ""), rows=rows)
 
 

@@ -98,7 +98,7 @@ def _attribution(runs: Sequence[RunRecord]) -> Iterator[Block]:
     ]
     columns = (*["run"] * (len(runs) > 1), "phase", "ms per step", "share")
     steps = "; ".join(
-        f"{counted(attribution.steps, 'step')} of {1e3 * attribution.step_seconds:.4g} ms" for _, attribution in attributed[:1]
+        f"{counted(each.steps, 'step')} of {1e3 * each.step_seconds:.4g} ms" for _, each in attributed[:1]
     )
     yield Chart(
         title="Where the time of a step goes",
