@@ -326,7 +326,7 @@ def ledger_counts(runs: Sequence[RunRecord]) -> Iterator[Block]:
         yield Table(columns=columns, rows=rows, caption="Samples in the ledger, counted when the run ended")
     for name, each in counts:
         if each is None:
-            yield Text(f"{name}: the ledger is counted when a run completes or is stopped, which it has not been.")
+            yield Text(f"{name}: the ledger is counted when the run completes or is stopped.")
     target = runs[0].path if len(runs) == 1 else "RUN"
     yield Text(
         f"`paceline audit {target}` counts it again, and compares each step's samples with those that the recipe "
