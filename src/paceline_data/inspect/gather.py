@@ -131,7 +131,8 @@ def _open(open_pictures: Pictures, recipe: Recipe, source: str) -> tuple[Any, tu
     except DataError as error:
         if error.key != "data.mask_values" or recipe.data.mask_values is not None or not annotated_at(Path(source)):
             raise
-        return open_pictures(replace(recipe, data=replace(recipe.data, mask_values=error.value)))
+        values: Any = error.value
+        return open_pictures(replace(recipe, data=replace(recipe.data, mask_values=values)))
 
 
 def _annotated(name: str) -> Pictures | None:
