@@ -1,4 +1,4 @@
-"""In what time does a recipe reach an accuracy on CIFAR-10, and what do its peers' reach in as much?
+"""The time in which a recipe reaches an accuracy on CIFAR-10, and what its peers' recipes reach in that time.
 
 Runs ``paceline train RECIPE`` as a user would, once per seed, one after the other. A run has reached the target at the
 end of its first evaluation that is no worse; evaluations before it are in its time, so that a recipe which evaluates

@@ -53,7 +53,7 @@ WITHIN = 3.0
 
 
 def swept(seeds: int, output: Path) -> Swept:
-    """The sweep, which goes on where it was if it is begun again."""
+    """Run the sweep; the same call resumes it."""
     command = SweepBatch(
         recipe="digits",
         overrides=OVERRIDES,

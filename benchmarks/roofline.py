@@ -1,6 +1,6 @@
-"""How far above its bound is a real training step, network by network and in which phase?
+"""How far above its bound a real training step is, for each network and phase.
 
-The bound of `paceline roofline` is held against real steps (forward, backward, SGD with momentum) on this machine: on a
+The bound of `paceline roofline` is compared with real steps (forward, backward, SGD with momentum) here: on a
 CPU with its measured peaks, on a GPU of the table by its maker's. Networks take turns; the median of the rounds counts.
 A ratio below 1 would mean that the bound is none.
 

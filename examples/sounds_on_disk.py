@@ -1,4 +1,4 @@
-"""Data of one's own that are no images and lie on a disk: which of four notes does a WAV file play?
+"""Your own data on a disk that are not images: tell which of four notes a WAV file plays.
 
 Threads read the next batches while one is trained on; each file is cut at another place in each epoch, by numbers that
 belong to (seed, epoch, sample), so that a run that is killed and goes on hears the same. On the command line:

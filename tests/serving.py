@@ -26,11 +26,11 @@ PATIENCE_SECONDS = 120
 class Serving:
     """A service in a separate process."""
 
-    def __init__(self, target: Path, folder: Path, *options: object) -> None:
-        self.log = folder / "serve.err"
+    def __init__(self, target: Path, folder: Path, *options: object, command: str = "serve") -> None:
+        self.log = folder / f"{command}.err"
         with self.log.open("wb") as log:
             self.process = fork_server.Popen(
-                [sys.executable, "-m", "paceline", "serve", str(target), "--port", "0", "--json", *map(str, options)],
+                [sys.executable, "-m", "paceline", command, str(target), "--port", "0", "--json", *map(str, options)],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

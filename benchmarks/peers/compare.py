@@ -188,7 +188,7 @@ def table(title: str, figures: Mapping[str, Any]) -> list[str]:
 def photographs(per_class: int) -> str:
     """JPEG files of two classes for the workloads that read them: crops of scikit-learn's two photographs.
 
-    So many that no contender comes to the end of an epoch. Made once, kept beside the environments.
+    Enough of them that no contender reaches the end of an epoch. Made once, next to the environments.
     """
     folder = cache() / f"photographs-2x{per_class}"
     if not (folder / "made").exists():

@@ -30,8 +30,8 @@ class Peer:
         packages: What is installed beside torch, with exact versions.
         alone: Whether it gets a torch of its own, because it does not take the one that is pinned here.
         launcher: Whether several processes are started by torchrun; else it starts them itself.
-        program: Whose program it runs (``run_NAME.py``), if not its own.
-        variables: Environment variables that it gets besides.
+        program: The contender whose program (``run_NAME.py``) it runs, if another.
+        variables: Additional environment variables.
         extras: Of Paceline's, that are installed with it.
     """
 

@@ -1,4 +1,4 @@
-"""What is every contender given, and what clock is held beside it? The same networks, images and times for all.
+"""What every contender gets: the same networks, images and clock.
 
 A contender is a program of its own, ``run_NAME.py SPEC.json OUT.json``, that trains as its library's documentation
 says and calls the clock after each optimizer step. This file imports torch and torchvision only, since each runs in
@@ -127,7 +127,7 @@ class Clock:
         self.evaluations.append((started, time.time()))
 
     def write(self, path: str, **more: Any) -> None:
-        """Write what was seen; only the first rank does, and none goes on to leave while another still exchanges."""
+        """Write the measurements on the first rank; no rank leaves while another still communicates."""
         rank = int(os.environ.get("RANK", "0"))  # of those whose group is no more
         if torch.distributed.is_initialized():
             torch.distributed.barrier()

@@ -1,4 +1,4 @@
-"""Language modelling in the real loop: what is measured is what plain arithmetic says; what cannot be is told."""
+"""Language modelling in the real loop: metrics equal plain arithmetic; impossible settings are refused."""
 
 from __future__ import annotations
 

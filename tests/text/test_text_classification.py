@@ -99,7 +99,7 @@ def test_correcting_twice_for_rare_classes_is_told(recipe: Path) -> None:
     both = {"train.class_weights": "balanced", "data.sampling": "balanced"}
     for overrides in ({"train.class_weights": "balanced"}, {"data.sampling": "balanced"}, both):
         notes = plan_only(load_recipe(recipe, overrides)).left_out
-        assert any("both correct for rare classes" in note for note in notes) == (overrides == both)
+        assert any("both favour rare classes" in note for note in notes) == (overrides == both)
 
 
 def test_weights_alone_label_prompts_and_lines(train: Make, tmp_path: Path) -> None:

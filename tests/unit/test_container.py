@@ -1,4 +1,4 @@
-"""The container recipe copies what is there and sent, pins its libraries, and runs as nobody special.
+"""The container recipe copies only files of the build context, pins its libraries, and runs without root.
 
 It cannot be built in a test: that takes a container engine, and a download of PyTorch.
 """

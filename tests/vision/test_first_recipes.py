@@ -13,6 +13,7 @@ from PIL import Image
 from paceline.errors import RecipeError
 from paceline.recipe.load import load_recipe
 from paceline.trainer.first_recipe import FirstRecipe, choose_recipe
+from paceline_data.inspect.check import check_data
 
 
 def values(choice: FirstRecipe) -> dict[str, str]:
@@ -62,6 +63,7 @@ def test_masks_of_black_and_white_are_for_segmentation(masks: Path) -> None:
     assert (recipe.task, recipe.data.mask_values, recipe.data.image_size) == ("segmentation", (0, 255), 64)
     assert recipe.model.options == {"width": 8}
     assert any("data.mask_values=[0, 255]" in each for each in choice.reasons)
+    assert check_data(str(masks), (), workers=1, limit=None).splits["train"]["checked"] == 8
 
 
 def test_large_pictures_are_shown_smaller_on_a_cpu(tmp_path: Path) -> None:

@@ -243,6 +243,8 @@ def _show_result(result: TrainResult, recipe: Recipe) -> None:
 
 def _example(recipe: Recipe, plan: Mapping[str, Any]) -> str:
     """Return what `paceline predict` could be given, as typed; empty if unknown."""
+    if recipe.task in ("detection", "segmentation"):
+        return "photo.jpg --draw drawn"
     if plan.get("weight_unit") not in ("texts", "tokens", "words"):
         return "photo.jpg" if plan.get("sample_name") == "images" else ""
     is_masked = plan["weight_unit"] == "tokens" and recipe.data.text.objective == "masked"

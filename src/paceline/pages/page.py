@@ -174,7 +174,8 @@ def _body(page: Page, charts: Sequence[Chart]) -> Iterator[str]:
         yield "</noscript>"
     numbers = count(1)
     for at, section in enumerate(page.sections):
-        yield f'<section aria-labelledby="section-{at}"><h2 id="section-{at}">{html_text(section.title)}</h2>'
+        heading = f' aria-labelledby="section-{at}"><h2 id="section-{at}">{html_text(section.title)}</h2>'
+        yield "<section" + (">" if section.title == page.title else heading)
         for are_charts, group in groupby(section.blocks, key=lambda block: isinstance(block, Chart)):
             yield '<div class="charts">' * are_charts
             for block in group:
@@ -182,7 +183,7 @@ def _body(page: Page, charts: Sequence[Chart]) -> Iterator[str]:
             yield "</div>" * are_charts
         yield "</section>"
     yield "</main>\n<footer>Made by Paceline. This file loads nothing: it can be kept and sent. "
-    yield "In charts, drag to zoom in and double-click to reset.</footer>"
+    yield "In charts, drag to zoom in and double-click to reset." * bool(charts) + "</footer>"
 
 
 @cache

@@ -170,8 +170,9 @@ def parse_bytes(text: str) -> int:
 
 
 def metric_title(name: str) -> str:
-    """Return a metric's display name: ``top-1 accuracy``, ``bits per byte``, ``box mAP50``, ``macro F1``."""
+    """Return a metric's display name: ``top-1 accuracy``, ``bits per byte``, ``box mAP50``, ``macro F1``, ``MAE x``."""
     title = re.sub(r"\bmap(\d*)$", r"mAP\1", re.sub(r"^top(\d+)", r"top-\1", name).replace("_", " "))
+    title = re.sub(r"^(mae|rmse|r2)\b", lambda error: error[0].upper(), title)
     return re.sub(r" f1$", " F1", re.sub(r"^(m?)iou\b", r"\1IoU", title))
 
 

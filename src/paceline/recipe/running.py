@@ -60,7 +60,7 @@ class EvaluateSection:
     metrics: Annotated[dict[str, Options], _EVALUATED, _HELD_OUT] = Field(default_factory=dict)
     """More metrics of classes, labels and clicks by a name of yours, torchmetrics' for example:
     `{f1: {name: torchmetrics.classification:MulticlassF1Score, num_classes: 10}}`. `package.module:factory` is called
-    with the other options, and what it gives once in each evaluation, with the logits and targets of all samples, which
+    with the other options, and the metric once in each evaluation, with the logits and targets of all samples, which
     each process holds in memory. `paceline evaluate` takes it as an override. A metric of yours that the run's
     recipe names needs `--trust-code`."""
     thresholds: _Threshold | dict[str, _Threshold] = 0.5
@@ -116,7 +116,7 @@ class Parallel:
     """Data type in which `fsdp` gathers weights and computes; the weights themselves stay fp32."""
     backend: Annotated[Auto | Literal["gloo", "nccl", "ucc", "xccl"], _COMMUNICATES] = "auto"
     """Library of torch.distributed through which processes communicate; `auto`: NCCL for `cuda`, XCCL for `xpu`, gloo
-    for `cpu`. gloo on GPUs is slow, but tells a fault of NCCL from one of the network. UCC needs a torch built with it.
+    for `cpu`. gloo on GPUs is slow, but shows whether NCCL is at fault. UCC needs a torch built with it.
     """
     exact: Switch = False
     """Bit-identical results for any number of processes that divides `logical_ranks`, even if a resume changes it."""

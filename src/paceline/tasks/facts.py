@@ -65,7 +65,7 @@ def _class_facts(task: Task, data: DataFacts) -> tuple[dict[str, Any], DataFacts
             facts[name] = weights
             reasons[key] = describe_weights(weights, labels, task.description()["class_names"])
     if {"class_weights", "sampling"} <= facts.keys():
-        both = "data.sampling and train.class_weights both correct for rare classes, so these count twice; use one"
+        both = "data.sampling and train.class_weights both favour rare classes, so their effects add up; use one"
         data = replace(data, left_out=(*data.left_out, both))
     if draws := draws_of(task):
         facts |= {"classes_sha256": draws.sha256, "mixture": draws.counts}

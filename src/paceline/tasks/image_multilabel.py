@@ -90,8 +90,8 @@ class ImageMultilabel(ClassTask):
         dataset, mix = self.dataset, self.recipe.data.mix
         if mix.cutmix > 0:
             raise RecipeError(
-                f"data.mix.cutmix={mix.cutmix:g} replaces parts of images, and which labels remain is unknown: use "
-                "data.mix.mixup, which mixes the labels too, or leave it out."
+                f"data.mix.cutmix={mix.cutmix:g} may cut out what a label names: use data.mix.mixup, which mixes "
+                "the labels too, or leave it out."
             )
         counts = [labels.sum(axis=0) for labels in (dataset.train.labels, dataset.validation.labels)]
         empty, unscored = (int((count == 0).sum()) for count in counts)

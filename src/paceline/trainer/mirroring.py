@@ -369,7 +369,7 @@ def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say
     if not found.commits:
         if found.damaged and (newest is None or _copied_run(directory) is None):
             raise StorageError(
-                f"no commit at {address} is intact: {found.damaged[0]}. Existing files there are not overwritten; "
+                f"all commits at {address} are damaged: {found.damaged[0]}. Existing files there are not overwritten; "
                 "start again with another address."
             )
         return MirrorState(found.damaged, found.names)

@@ -400,8 +400,7 @@ def throughput_notes(rows: Sequence[Row]) -> list[str]:
         row["processes"] == 1 and row["backend"] == "pytorch" and not row["workers_measured"] for row in loading_rows
     ):
         notes.append(
-            "no such run was measured yet: one of 200,000 images or more would first measure which "
-            "data.workers are best"
+            "not measured yet: runs of 200,000 images or more would first measure which data.workers is fastest"
         )
     notes += _energy_notes(rows)
     if any(row["device"] == "cpu" and row.get("peak_memory_bytes") for row in rows):
@@ -413,11 +412,11 @@ def latency_notes(rows: Sequence[Row]) -> list[str]:
     """Return notes for latencies."""
     notes = [
         "a query is a batch of decoded images in main memory; timed until its probabilities are in main memory",
-        "single stream: queries of one image, MLPerf reports 90 %; multi stream: of eight, 99 %",
+        "single stream: queries of one image (MLPerf reports the 90th percentile); multi stream: of eight (the 99th)",
         "offline: throughput with all images available from the start; MLPerf requires at least ten minutes of each",
     ]
     if any(row["times"] and row["scenario"] != "offline" and row["queries"] < 100 for row in rows):
-        notes.append("with fewer than 100 queries, 99 % is the slowest")
+        notes.append("with fewer than 100 queries, the 99th percentile is the slowest query")
     return [*notes, *_energy_notes(rows)]
 
 

@@ -235,7 +235,7 @@ def pooled(curves: Sequence[Series]) -> list[float]:
 
 RULES: Mapping[str, RangeTestRule] = {
     "trough": RangeTestRule(
-        "the middle of the tenth of the steps with the lowest mean loss",
+        "the middle of the lowest stretch of the loss, a tenth of the steps long",
         "the extremum of Smith 2018, section 4.1, as a peak that a schedule falls from",
         trough,
         smooth=False,

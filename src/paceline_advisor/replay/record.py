@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ class TrainingRecord:
 
 
 def _table(title: str, facts: Mapping[str, Any]) -> Table:
-    rows = [(key.replace("_", " "), _written(value)) for key, value in facts.items() if value not in (None, "", {}, [])]
+    empty: tuple[Any, ...] = (None, "", {}, [], ())
+    rows = [(key.replace("_", " "), _written(value)) for key, value in facts.items() if value not in empty]
     return Table(columns=(title, ""), rows=rows)
 
 
@@ -83,7 +85,7 @@ def record(options: Record, log: Log) -> TrainingRecord:
     """
     log("reading the ledger and opening the data")
     run = existing_run(options.run.absolute())
-    found = TrainingRecord(run=options.run, record=training_record(run), page=options.output)
+    found = TrainingRecord(run=options.run, record=training_record(run))
     if options.output is not None:
         write_page(options.output, page_of(found.__paceline__()))
-    return found
+    return replace(found, page=options.output)

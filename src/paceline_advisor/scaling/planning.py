@@ -10,6 +10,7 @@ from paceline.command import Log
 from paceline.errors import PacelineError, RecipeError
 from paceline.host.machine import available_cores
 from paceline.pages.shown import Shown
+from paceline.parsing.units import counted
 from paceline.plan.batching import usable_processes
 from paceline.plan.rates import lr_factor
 from paceline.plan.strategy import choose_automatically
@@ -167,7 +168,7 @@ class TrainingPlan:
                 f"No choice from a bound that no {one} reaches; give one {one}'s --throughput. The best candidate:"
             ]
         elif self.chosen is None:
-            remarks = ["No configuration meets the target; the closest:"]
+            remarks = ["No configuration meets the target at worst; the closest:"]
         choice = self.chosen or self.nearest
         if self.chosen is not None:
             faster = [f"{gpus} {many} ({why})" for gpus, why in self.faster.items()]
@@ -175,7 +176,7 @@ class TrainingPlan:
         found, cluster = choice.row.prediction, self.report.cluster
         grown = choice.row.batch != self.recipe_batch
         pairs = {
-            many: f"{found.devices} on {cluster.title}; {cluster.nodes(found.devices)} node(s)"
+            many: f"{found.devices} on {cluster.title}; {counted(cluster.nodes(found.devices), 'node')}"
             + f"; {self.why}" * bool(self.chosen),
             "strategy": f"{choice.row.strategy}: {choice.reason}",
             "memory": "" if choice.room is None else choice.room.why,

@@ -93,7 +93,7 @@ def open_subject(source: str, overrides: Sequence[str]) -> CheckedData:
     if path is not None:
         data = replace(data, path=local_path(path, key="data.path"))
     if (open_pictures := _annotated(data.dataset)) is not None:
-        dataset, implausible = open_pictures(replace(recipe, data=data))
+        dataset, implausible = _open(open_pictures, replace(recipe, data=data), source)
         splits = {"train": dataset.train, "validation": dataset.validation}
         folder = Path(data.path or "")
         return CheckedData(dataset, "labels", splits, unread=dataset.left_out, root=folder, implausible=implausible)
@@ -123,6 +123,17 @@ def open_subject(source: str, overrides: Sequence[str]) -> CheckedData:
             splits["test"] = test
         unread = tuple(unread_entries(root))
     return CheckedData(dataset, learned, splits, problems, unread, root, is_folder and not is_address(path))
+
+
+def _open(open_pictures: Pictures, recipe: Recipe, source: str) -> tuple[Any, tuple[str, ...]]:
+    """Open pictures with annotations; of a folder's masks of 0 and 255, 255 is a class, as in `paceline train`."""
+    try:
+        return open_pictures(recipe)
+    except DataError as error:
+        if error.key != "data.mask_values" or recipe.data.mask_values is not None or not annotated_at(Path(source)):
+            raise
+        values: Any = error.value
+        return open_pictures(replace(recipe, data=replace(recipe.data, mask_values=values)))
 
 
 def _annotated(name: str) -> Pictures | None:

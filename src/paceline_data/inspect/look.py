@@ -130,7 +130,7 @@ OF_SETS = (
     Kind("nested_folder", "breaks", "in a class folder, where only images are read", "move its images up, or it away"),
     Kind("empty_folder", "breaks", "a class folder without an image", "put images there, or remove it"),
     Kind("unread_folder", "breaks", "next to train/, and neither val/ nor test/", "rename it, or move it away"),
-    Kind("leak", "spoils", "it is in another split too: its score means nothing", "move it away (--quarantine DIR)"),
+    Kind("leak", "spoils", "it is in another split too, so scores are too high", "move it away (--quarantine DIR)"),
     Kind(
         "near_leak",
         "spoils",

@@ -42,6 +42,7 @@ const shown = (file, answer) => {
   } else if (!answer.labels.length) {
     said.append(made("p", "", "Nothing was found."));
   }
+  if (answer.overlay && !answer.boxes) said.append(made("p", "muted", "Shares of the pixels"));
   said.append(bars(answer.labels, answer.probabilities));
   row.append(picture, said);
   return row;

@@ -1,4 +1,4 @@
-"""Does the gate close on what is slower, and stay open on what is not? On made-up results, whose truth is known."""
+"""The gate fails slower results and passes others; on made-up results, whose truth is known."""
 
 from __future__ import annotations
 

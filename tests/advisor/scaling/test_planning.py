@@ -73,9 +73,7 @@ def test_of_the_sizes_that_meet_a_deadline_the_cheapest_is_taken() -> None:
         plan = _plan(deadline=2.0, shared=False, price=price)
         assert plan.chosen is not None
         assert plan.chosen.gpus == 8
-        assert f"1 node(s); {'cheapest' if price else 'fewest device hours'} for the deadline" in str(
-            plan.__paceline__()
-        )
+        assert f"1 node; {'cheapest' if price else 'fewest device hours'} for the deadline" in str(plan.__paceline__())
         assert plan.chosen.high_gpu_hours == min(each.high_gpu_hours for each in plan.choices if each.high_hours <= 2)
         assert list(plan.faster) == [16, 32]
         needed = r"at worst \$[\d.]+, more" if price else "more device hours"

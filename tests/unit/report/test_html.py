@@ -121,7 +121,7 @@ def test_a_failed_run_says_why(tmp_path: Path, recorded_run: Any, write: Any) ->
     message = texts(page(write(tmp_path / "run", reported, summary=failed)))
     assert "Failed: the loss is no number" in message
     assert "nonfinite_loss: it was no number" in message
-    assert "the ledger is counted when a run completes" in message
+    assert "the ledger is counted when the run completes" in message
 
 
 def test_a_resumed_run_shows_where(tmp_path: Path, recorded_run: Any, write: Any, figures: Any) -> None:

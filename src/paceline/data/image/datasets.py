@@ -77,12 +77,15 @@ def _copies(names: Sequence[str], hashes: Mapping[int, str], properties: Mapping
     first: dict[str, int] = {}
     pairs = [(first.setdefault(each, at), at) for at, each in hashes.items() if each != _EMPTY]
     copies = [(one, two) for one, two in pairs if names[one] != names[two]]
-    told = []
+    told: dict[tuple[str, str], list[str]] = {}
     for what, values in properties.items():
         if found := [(one, two) for one, two in copies if np.any(values[one] != values[two])]:
             pair, more = " and ".join(repr(names[each]) for each in found[0]), f", and {len(found) - 1:,} more"
-            told.append(f"{pair} are the same image with different {what}{more * (len(found) > 1)}")
-    return "; ".join(told) + "; `paceline check-data` lists such images" * bool(told)
+            told.setdefault((pair, more * (len(found) > 1)), []).append(what)
+    sentences = (
+        f"{pair} are the same image with different {' and '.join(w)}{more}" for (pair, more), w in told.items()
+    )
+    return "; ".join(sentences) + "; `paceline check-data` lists such images" * bool(told)
 
 
 def content_of_files(files: Sequence[str], description: str, *, limit: int = MOST_IMAGES) -> tuple[str | None, str]:

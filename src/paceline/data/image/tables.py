@@ -272,7 +272,7 @@ class ImageTable(DataTable):
             elif full_path in seen:
                 first, second = self.values[seen[full_path]], self.values[row]
                 otherwise = "" if first == second else f", with the label {first!r} there and {second!r} here"
-                sentence = "{} names {}, which {} names too{}: keep one of them."
+                sentence = "{} names {}, as does {}{}: keep one of the two."
                 details = (repr(path), self.row_name(seen[full_path]), otherwise)
             elif size is not None:
                 sizes[row], seen[full_path] = size, row

@@ -193,7 +193,8 @@ def _heatmap(matrix: Matrix, sums: Sequence[int], classes: Sequence[str], prefix
         "ygap": 1,
     }
     if len(classes) <= _MOST_FIGURES:
-        trace |= {"text": [[str(value) for value in row] for row in matrix], "texttemplate": "%{text}"}
+        figures = [[str(value) for value in row] for row in matrix]
+        trace |= {"text": figures, "texttemplate": "%{text}", "textfont": {"color": "var(--text)"}}
     return Chart(
         title=f"{prefix}Confusion matrix",
         traces=[trace],

@@ -104,7 +104,7 @@ class RunRecord(RunHistory):
     Attributes:
         path: The run directory.
         name: Its unique name in the report.
-        recipe: By dotted key.
+        recipe: By dotted key, without the keys that the run does not use.
         environment: Empty if the file is missing.
         last_summary: Outcome of its last stop, possibly of an earlier launch.
         left_out: Files that could not be read, and records that are not used, one sentence each.
@@ -196,12 +196,14 @@ def _read(path: Path, name: str) -> RunRecord:
             return default
 
     events, notes = read_for_report(directory.events) if directory.events.exists() else ([], ())
+    plan = read_or(read_plan, {}) if directory.plan.exists() else {}
+    recipe, unused = flattened(read_or(read_recipe, {})), plan.get("unused") or {}
     return RunRecord(
         path=path,
         name=name,
         events=events,
-        plan=read_or(read_plan, {}) if directory.plan.exists() else {},
-        recipe=flattened(read_or(read_recipe, {})),
+        plan=plan,
+        recipe={key: value for key, value in recipe.items() if key not in unused},
         environment=read_or(read_environment, {}),
         last_summary=read_or(read_summary, None) if directory.summary.exists() else None,
         left_out=(*unreadable_files, *notes),

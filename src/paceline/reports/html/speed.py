@@ -98,7 +98,7 @@ def _attribution(runs: Sequence[RunRecord]) -> Iterator[Block]:
     ]
     columns = (*["run"] * (len(runs) > 1), "phase", "ms per step", "share")
     steps = "; ".join(
-        f"{attribution.steps:,} steps of {1e3 * attribution.step_seconds:.4g} ms" for _, attribution in attributed[:1]
+        f"{counted(each.steps, 'step')} of {1e3 * each.step_seconds:.4g} ms" for _, each in attributed[:1]
     )
     yield Chart(
         title="Where the time of a step goes",
@@ -326,7 +326,7 @@ def ledger_counts(runs: Sequence[RunRecord]) -> Iterator[Block]:
         yield Table(columns=columns, rows=rows, caption="Samples in the ledger, counted when the run ended")
     for name, each in counts:
         if each is None:
-            yield Text(f"{name}: the ledger is counted when a run completes or is stopped, which it has not been.")
+            yield Text(f"{name}: the ledger is counted when the run completes or is stopped.")
     target = runs[0].path if len(runs) == 1 else "RUN"
     yield Text(
         f"`paceline audit {target}` counts it again, and compares each step's samples with those that the recipe "

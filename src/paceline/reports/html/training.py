@@ -50,8 +50,11 @@ def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
         unit = metric_unit(metric)
         title = "held-out loss" if metric == "loss" else metric_title(metric)
         name = title if title[1:2].isupper() else title[:1].upper() + title[1:]
-        yield from curves(name, unit, _evaluated(runs, metric), runs, "Of held-out samples, each counted once.")
-    yield from curves("Learning rate", "learning rate", of_runs(runs, "lr", "learning rate"), runs)
+        # Without it, the axis of a constant 0 begins at -1, and that of a small constant shows 0.
+        axis = {"rangemode": "nonnegative"} if unit else {}
+        yield from curves(name, unit, _evaluated(runs, metric), runs, "Of held-out samples, each counted once.", **axis)
+    lines = of_runs(runs, "lr", "learning rate")
+    yield from curves("Learning rate", "learning rate", lines, runs, rangemode="tozero")
     for key, (title, unit, description) in _GRADIENT.items():
         lines = of_runs(runs, key, title.lower())
         # A constant loss scale of 1 means that there is no scaler.

@@ -153,3 +153,12 @@ def test_copies_in_large_sets_are_found_among_files_of_equal_size(
     assert "are the same image with different labels" in copies
     monkeypatch.setattr(contents, "LARGEST_BYTES", 2 * size)
     assert "are not looked for" in content_of(open_dataset(Data(path=str(folder), validation_fraction=0.2)))[2]
+
+
+def test_a_copy_with_another_label_in_another_split_is_told_once(tmp_path: Path) -> None:
+    for name in ("train/cat/0", "train/dog/1", "val/cat/2", "val/dog/0"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (90 * int(name[-1]), 0, 0)).save(tmp_path / f"{name}.bmp")
+    copies = content_of(open_dataset(Data(path=str(tmp_path))))[2]
+    assert copies.count("are the same image") == 1
+    assert "val/dog/0.bmp' are the same image with different labels and splits; " in copies
