@@ -117,7 +117,11 @@ def predict(
     trust_code: bool = False,
 ) -> list[dict[str, Any]] | CommandResult: ...
 def report(
-    runs: str | Path | Sequence[str | Path], *, output: str | Path | None = None, timing: bool = False
+    runs: str | Path | Sequence[str | Path],
+    *,
+    output: str | Path | None = None,
+    bundle: bool = False,
+    timing: bool = False,
 ) -> Path | CommandResult: ...
 def resume(
     run: str | Path,

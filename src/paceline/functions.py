@@ -300,9 +300,9 @@ def _in_processes(*options: str) -> CommandResult:
 
 
 def _page_of_runs(kind: type[Any], values: Mapping[str, Any], _: Mapping[str, Any]) -> Path | CommandResult:
-    """Write the page of `paceline report`, and return its path."""
+    """Write the page or bundle of `paceline report`, and return its path."""
     result = _computed(kind, values, {})
-    return result if values["timing"] else Path(result.report)
+    return result if values["timing"] else Path(result.bundle if values["bundle"] else result.report)
 
 
 def _resumed(kind: type[Any], values: Mapping[str, Any], _: Mapping[str, Any]) -> Any:
@@ -358,6 +358,9 @@ def _returns(call: Callable[..., Any]) -> Any:
 
 _OWN: dict[str, tuple[Callable[..., Any], str]] = {
     "predict": (_predicted, "A row for each input, as the command's JSON; with ``output``, what it says of the file."),
-    "report": (_page_of_runs, "Path: The page; with ``timing``, the command's JSON, whose keys are attributes."),
+    "report": (
+        _page_of_runs,
+        "Path: The page or bundle; with ``timing``, the command's JSON, whose keys are attributes.",
+    ),
     "resume": (_resumed, "TrainResult: What :func:`train` returns."),
 }
