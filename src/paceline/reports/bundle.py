@@ -48,8 +48,9 @@ _SECRET_SHAPE = re.compile(
     r"|(?i:(?<=token[=:])|(?<=secret[=:])|(?<=password[=:])|(?<=api_key[=:])|(?<=access_key[=:]))\s?[^\s\"']{8,}"
 )
 _TOKEN = re.compile(r"(?<!\w)[0-9a-f]{40}(?!\w)")  # a key of Weights & Biases; also a revision, which stays
-_NAMED = ("host", "directory", "command", "program", "user", "path", "file", "folder", "annotations", "teacher")
-_NAMED += ("initialize_from", "files")
+_NAMED = frozenset(
+    "host directory command program user path file files folder annotations teacher initialize_from".split()
+)
 _OWN = {*_PARTS, "first_batch.json", "manifest.json", "best.json", "mirror.json", "model.safetensors"}
 _LEAST = 4  # characters of a secret or name that is looked for in other texts
 
@@ -163,7 +164,7 @@ class _Private:
         text = _FILE.sub(_file, _WORD.sub(_short, text)).replace(_MARK, "(path)")
         for each in sorted(names, key=len, reverse=True):
             if each in text:
-                text = re.sub(rf"(?<![^\W_]){re.escape(each)}(?![^\W_])", lambda _, new=names[each]: new, text)
+                text = re.sub(rf"(?<![^\W_]){re.escape(each)}(?![^\W_])", names[each].replace("\\", r"\\"), text)
         return text
 
 

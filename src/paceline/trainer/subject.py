@@ -401,7 +401,7 @@ class Subject(contextlib.ExitStack[bool | None]):
                     (*named_code(recipe), *([type(self.task).__module__] if "task" in vars(self) else [])), program
                 ),
                 "program": program,
-                **({} if program is None else {"earlier_runs": int(os.environ.get(EARLIER_RUNS_VARIABLE, 0))}),
+                **({} if program is None else {"earlier_runs": int(os.environ.get(EARLIER_RUNS_VARIABLE, "0"))}),
                 "float32_matmul": torch.get_float32_matmul_precision(),
                 "cudnn_tf32": torch.backends.cudnn.allow_tf32,
                 "world_size": self.world.world_size,
