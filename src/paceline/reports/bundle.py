@@ -31,8 +31,8 @@ _SPACED = re.compile(
     r"((?: [^\s\"',;|/\\~\0]+){0,3} [^\s\"',;|/\\~\0]+[/\\][^\s\"',;|]*)+"
 )
 _FILE = re.compile(
-    r"(?<![\w.+/\\-])[\w.+-]*\w\.(?:jpe?g|png|gif|bmp|tiff?|webp|heic|dcm|nii|svg|[ct]sv|parquet|arrow|txt|pdf|docx?|xlsx?|np[yz]"
-    r"|h5|hdf5|pkl|pt|pth|onnx|safetensors|tar|t?gz|zip|zst|wav|mp[34]|flac|py|ipynb|ya?ml|jsonl?|log)(?!\w)",
+    r"(?<![\w.+/\\-])[\w.+-]*\w\.(?:jpe?g|png|gif|bmp|tiff?|webp|heic|dcm|nii|svg|[ct]sv|parquet|arrow|txt|pdf|docx?|xlsx?"
+    r"|np[yz]|h5|hdf5|pkl|pt|pth|onnx|safetensors|tar|t?gz|zip|zst|wav|mp[34]|flac|py|ipynb|ya?ml|jsonl?|log)(?!\w)",
     re.IGNORECASE,
 )
 # Of a path within a package, the module stays: bug reports are read for it.
@@ -48,9 +48,8 @@ _SECRET_SHAPE = re.compile(
     r"|(?i:(?<=token[=:])|(?<=secret[=:])|(?<=password[=:])|(?<=api_key[=:])|(?<=access_key[=:]))\s?[^\s\"']{8,}"
 )
 _TOKEN = re.compile(r"(?<!\w)[0-9a-f]{40}(?!\w)")  # a key of Weights & Biases; also a revision, which stays
-_NAMED = frozenset(
-    "host directory command program user path file files folder annotations teacher initialize_from".split()
-)
+_NAMED = {"host", "directory", "command", "program", "user", "path", "file", "files", "folder"}
+_NAMED |= {"annotations", "initialize_from", "teacher"}
 _OWN = {*_PARTS, "first_batch.json", "manifest.json", "best.json", "mirror.json", "model.safetensors"}
 _LEAST = 4  # characters of a secret or name that is looked for in other texts
 
