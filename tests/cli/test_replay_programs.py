@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -150,17 +151,23 @@ def test_what_cannot_be_run_again_cannot_be_told(paceline_here: Call, trained: T
     assert "not by a program whose file" in verified(paceline_here, run, 3)["reason"]
 
 
-@pytest.mark.thorough
-def test_a_program_that_trains_another_run_first_is_not_repeated(paceline_here: Call, trained: Train) -> None:
+@pytest.mark.parametrize("face", ["loop", pytest.param("fit", marks=pytest.mark.thorough)])
+def test_a_program_that_trains_another_run_first_is_not_repeated(
+    paceline_here: Call, trained: Train, face: str
+) -> None:
+    """Nor where the other run is gone, which would be taken for this one."""
+
     def twice(text: str) -> str:
         return text.replace(
             "    train(sys.argv[1]", '    train("before", points, points.sum(1, keepdim=True))\n    train(sys.argv[1]'
         )
 
-    run = trained("loop", "run", edit=twice)
+    run = trained(face, "run", edit=twice)
     before = fingerprint(run.with_name("before"))
     assert "trains another run first" in verified(paceline_here, run, 3, "--step", "0:4")["reason"]
     assert fingerprint(run.with_name("before")) == before
+    shutil.rmtree(run.with_name("before"))
+    assert "trains another run first" in verified(paceline_here, run, 3, "--step", "0:4")["reason"]
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,21 @@ from paceline.records.run_directory import RunDirectory
 REPLAY_VARIABLE = "PACELINE_REPLAY"
 # The program's file, for the processes that it starts, which record it.
 PROGRAM_VARIABLE = "PACELINE_PROGRAM"
+# How many other runs the program trained before.
+EARLIER_RUNS_VARIABLE = "PACELINE_EARLIER_RUNS"
+
+_run_dirs: set[object] = set()
 
 
 def requested_replay(run_dir: Path | None) -> tuple[Path, dict[str, Any]] | None:
     """Return the directory and the recipe keys to use instead of the program's; None if it is not computed again.
 
+    Every run of a program asks, before it opens its directory, and is counted.
+
     Raises:
         RunDirectoryError: If the program is about to train another run than the one that is computed again.
     """
+    _run_dirs.add(object() if run_dir is None else os.path.abspath(run_dir))
     if (setting := os.environ.get(REPLAY_VARIABLE)) is None:
         return None
     run, target, overrides = json.loads(setting)
@@ -46,7 +53,7 @@ def requested_replay(run_dir: Path | None) -> tuple[Path, dict[str, Any]] | None
 def recorded_program(launch: LaunchEnvironment) -> Iterator[None]:
     """Record the command that started this program, also one that a launcher was given, and its file if it has one."""
     file = getattr(sys.modules["__main__"], "__file__", None)
-    found = {COMMAND_VARIABLE: shlex.join(_typed(launch))}
+    found = {COMMAND_VARIABLE: shlex.join(_typed(launch)), EARLIER_RUNS_VARIABLE: str(len(_run_dirs) - 1)}
     found |= {} if file is None else {PROGRAM_VARIABLE: os.path.abspath(file)}
     set_here = [name for name in found if name not in os.environ]
     os.environ.update({name: found[name] for name in set_here})

@@ -59,7 +59,7 @@ from paceline.telemetry.trackers import check_trackers
 from paceline.trainer import network as networks
 from paceline.trainer.listeners import Callbacks
 from paceline.trainer.process_settings import StopRequest, keep_freed_memory, restore_random_states
-from paceline.trainer.programs import PROGRAM_VARIABLE
+from paceline.trainer.programs import EARLIER_RUNS_VARIABLE, PROGRAM_VARIABLE
 from paceline.version import __version__
 
 if TYPE_CHECKING:  # what only a run needs is imported when one is opened
@@ -401,6 +401,7 @@ class Subject(contextlib.ExitStack[bool | None]):
                     (*named_code(recipe), *([type(self.task).__module__] if "task" in vars(self) else [])), program
                 ),
                 "program": program,
+                **({} if program is None else {"earlier_runs": int(os.environ.get(EARLIER_RUNS_VARIABLE, "0"))}),
                 "float32_matmul": torch.get_float32_matmul_precision(),
                 "cudnn_tf32": torch.backends.cudnn.allow_tf32,
                 "world_size": self.world.world_size,

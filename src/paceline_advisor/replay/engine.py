@@ -340,6 +340,8 @@ def _program(run: RunDirectory, environment: Json) -> list[str] | None:
     for path, digest in code.items():
         if (path.suffix == ".py" or path == Path(file)) and (not path.is_file() or file_digest(path) != digest):
             raise NotReplayedError(f"the program has changed since it trained the run: {path}")
+    if environment.get("earlier_runs"):  # it would compute that one, once the directory is gone that tells
+        raise NotReplayedError("its program trains another run first; give each run its own program")
     if not is_code_trusted():
         raise NotReplayedError(f"only a program of yours can repeat the steps, {command}; add --trust-code to run it")
     return shlex.split(command)
