@@ -91,7 +91,7 @@ _WANDB = _libraries("wandb>=0.31")
 
 _SHOWN = _libraries("plotly", "scipy", "tensorboard")
 _VISION = (*_SHOWN, Library("scikit-learn", "sklearn"), *_libraries("timm>=1.0.26", "torchvision"))
-_TEXT = (*_SHOWN, *_libraries("tokenizers", "transformers>=5"))
+_TEXT = (*_SHOWN, *_libraries("timm>=1.0.26", "tokenizers", "transformers>=5"))
 
 # In the order in which a user needs them, without those for developers only (dev, ci) and `all`, which unites others.
 EXTRAS = (
