@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import zipfile
@@ -16,7 +15,9 @@ import yaml
 from paceline.command import Log
 from paceline.errors import RunDirectoryError
 from paceline.pages.shown import Document, Result, Shown
-from paceline.parsing.units import format_bytes
+from paceline.parsing.plain_text import load_json
+from paceline.parsing.plain_yaml import BoundedLoader
+from paceline.parsing.units import counted, format_bytes
 from paceline.records.run_directory import encode_json, existing_run, file_operation
 
 _PARTS = ("recipe.yaml", "plan.json", "run.json", "environment.json", "events.jsonl", "summary.json")
@@ -25,7 +26,20 @@ _PATH = re.compile(r"""[^\s"'=,;()\[\]{}<>|]*(?:/|\\)[^\s"',;()\[\]{}<>|]*""")
 _MODULE = re.compile(r".*?((?:site-packages/|/src/)[\w./-]+\.py)$")
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 _SECRET_SHAPE = re.compile(r"\b(?:hf_|sk-|gh[oprsu]_|github_pat_|glpat-|AKIA|xox[abp]-)[\w-]{8,}")
-_NAMED = ("host", "directory", "command", "user", "path", "file", "folder", "annotations", "initialize_from", "teacher")
+_NAMED = (
+    "host",
+    "directory",
+    "command",
+    "program",
+    "user",
+    "path",
+    "file",
+    "folder",
+    "annotations",
+    "initialize_from",
+    "teacher",
+)
+_CODE = "code"  # digests of your source files, by their names
 _LEAST = 4  # characters of a secret or name that is looked for in other texts
 
 
@@ -45,11 +59,11 @@ def write_bundle(run_dir: Path, output: Path | None, log: Log) -> Result:
     if path.exists():
         raise RunDirectoryError(f"{path} exists: remove it, or give another --output.")
     with file_operation("read", root):
-        texts = {name: (root / name).read_text(encoding="utf-8") for name in _PARTS if (root / name).is_file()}
-    kept = _Private()
+        present = [root / name for name in _PARTS if (root / name).is_file()]
+        texts = {path.name: path.read_text(encoding="utf-8", errors="replace") for path in present}
     documents = {name: list(_documents(name, text)) for name, text in texts.items()}
-    for each in documents.values():
-        kept.learn(each)
+    kept = _Private(keys={*_keys(documents)})
+    kept.learn(documents)
     files = {name: "".join(_written(name, kept.without(each)) for each in documents[name]).encode() for name in texts}
     for name, content in files.items():
         log(f"{name}  {format_bytes(len(content))}")
@@ -63,16 +77,18 @@ def write_bundle(run_dir: Path, output: Path | None, log: Log) -> Result:
 
 
 def _documents(name: str, text: str) -> Iterator[Any]:
-    if name.endswith(".yaml"):
-        yield yaml.safe_load(text)
-    elif name.endswith(".jsonl"):
-        for line in text.splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:  # a line that a kill cut off
-                yield {"unreadable_line": len(line)}
-    else:
-        yield json.loads(text)
+    for part in text.splitlines() if name.endswith(".jsonl") else [text]:
+        try:
+            yield yaml.load(part, Loader=BoundedLoader) if name.endswith(".yaml") else load_json(part)
+        except (yaml.YAMLError, ValueError):  # damaged, or cut off by a kill: others may still tell what happened
+            yield {"unreadable_characters": len(part)}
+
+
+def _keys(document: Any) -> Iterator[str]:
+    if isinstance(document, dict):
+        yield from map(str, document)
+    for each in document.values() if isinstance(document, dict) else document if isinstance(document, list) else ():
+        yield from _keys(each)
 
 
 def _written(name: str, document: Any) -> str:
@@ -85,13 +101,13 @@ def _written(name: str, document: Any) -> str:
 class _Private:
     """What must not be in the bundle."""
 
+    keys: set[str]  # a folder named as one of these stays: sentences are full of them
     secrets: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    keys: set[str] = field(default_factory=set)  # a folder named as one of these stays: sentences are full of them
 
     def __post_init__(self) -> None:
         for name, value in os.environ.items():
-            if len(value) >= _LEAST and _SECRET_NAME.search(name):
+            if len(value) >= _LEAST and _SECRET_NAME.search(name) and value.lower() not in ("true", "false"):
                 self.secrets[value] = "(secret)"
             elif len(value) >= _LEAST and name in ("USER", "LOGNAME"):
                 self.texts[value] = "(user)"
@@ -99,7 +115,8 @@ class _Private:
     def learn(self, document: Any, key: str = "") -> None:
         """Find values whose key says that they name a file, a folder, a host or a command."""
         if isinstance(document, dict):
-            self.keys.update(document)
+            if key == _CODE:
+                self.texts |= {name: "(file)" for name in document if name.endswith(".py")}
             for name, value in document.items():
                 self.learn(value, str(name))
         elif isinstance(document, list):
@@ -113,22 +130,29 @@ class _Private:
     def without(self, document: Any, key: str = "") -> Any:
         """Return a document with names in the place of what is private."""
         if isinstance(document, dict):
-            return {self._clean(str(name)): self.without(value, str(name)) for name, value in document.items()}
+            if key == _CODE:
+                return f"({counted(len(document), 'file')})"
+            return {self._key(str(name)): self.without(value, str(name)) for name, value in document.items()}
         if isinstance(document, list):
             return [self.without(value, key) for value in document]
         if not isinstance(document, str):
             return document
         return f"({key})" if _is_private(key, document) else self._clean(document)
 
+    def _key(self, name: str) -> str:
+        return self.texts.get(name) or self._without_paths(name)
+
     def _clean(self, text: str) -> str:
-        text = _SECRET_SHAPE.sub("(secret)", _replaced(text, self.secrets))
-        return _replaced(_PATH.sub(_short, text), self.texts)
+        text = self._without_paths(text)
+        for each in sorted(self.texts, key=len, reverse=True):
+            if each in text:  # as a word: a folder named test is not in "latest"
+                text = re.sub(rf"(?<![^\W_]){re.escape(each)}(?![^\W_])", lambda _, each=each: self.texts[each], text)
+        return text
 
-
-def _replaced(text: str, private: dict[str, str]) -> str:
-    for each in sorted(private, key=len, reverse=True):
-        text = text.replace(each, private[each])
-    return text
+    def _without_paths(self, text: str) -> str:
+        for each in sorted(self.secrets, key=len, reverse=True):
+            text = text.replace(each, self.secrets[each])
+        return _PATH.sub(_short, _SECRET_SHAPE.sub("(secret)", text))
 
 
 def _is_private(key: str, value: str) -> bool:
