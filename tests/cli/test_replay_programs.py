@@ -163,6 +163,15 @@ def test_a_program_that_trains_another_run_first_is_not_repeated(paceline_here: 
     assert fingerprint(run.with_name("before")) == before
 
 
+@pytest.mark.thorough
+def test_a_program_that_trains_nothing_proves_nothing(paceline_here: Call, trained: Train) -> None:
+    skip = "    import os\n    if os.path.exists(sys.argv[1]):\n        sys.exit()\n    train("
+    run = trained("loop", "run", edit=lambda text: text.replace("    train(", skip))
+    for stretch in ("0:4", "4:8"):
+        document = verified(paceline_here, run, 3, "--step", stretch)
+        assert "its program ended without training" in document["reason"]
+
+
 @pytest.mark.parametrize(
     "face", ["loop", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("fit", "task"))]
 )

@@ -153,6 +153,9 @@ class Engine:
         Raises:
             NotReplayedError: If not.
         """
+        trained = max(CheckpointStore(again.checkpoints).steps(), default=0) > stretch.begin.step
+        if self.program is not None and not trained:
+            raise NotReplayedError(f"{stretch} cannot be computed again here: its program ended without training")
         before, now = ({**plan.pop("data", {}), **plan} for plan in map(read_json, (self.run.plan, again.plan)))
         if self.program is not None:
             count = stretch.end.facts.get("world_size", before["world_size"])
