@@ -148,6 +148,9 @@ def test_what_cannot_be_run_again_cannot_be_told(paceline_here: Call, trained: T
     facts = json.loads((run / "environment.json").read_text())
     (run / "environment.json").write_text(json.dumps(facts | {"program": None}))
     assert "not by a program whose file" in verified(paceline_here, run, 3)["reason"]
+    identity = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(identity | {"id": "0" * 32}))
+    assert "is of another run" in verified(paceline_here, run, 1)["first_difference"]["cause"]
 
 
 @pytest.mark.thorough

@@ -209,10 +209,13 @@ def _verify(run: RunDirectory, options: Verify, report: VerifyReport, log: Log) 
     report = replace(report, total=len(stretches), unlike=unlike)
     try:
         engine = Engine.of(run, options.tolerance or (0.0 if unlike else None))
-    except NotReplayedError as error:
-        raise CannotTellError(f"{error}.") from error
-    if engine.program is None and not any(each.component == "recipe" for each in differences):
-        differences += _other_data(run, chosen[-1], environment)
+        if engine.program is None and not any(each.component == "recipe" for each in differences):
+            differences += _other_data(run, chosen[-1], environment)
+    except (NotReplayedError, CannotTellError) as error:
+        if not differences:
+            raise CannotTellError(f"{str(error).rstrip('.')}.") from error
+        confidence = f"nothing was computed again: {error}"
+        return replace(report, verdict="different", differences=_in_order(differences), confidence=confidence)
     if any(each.component in ("recipe", "plan", "data") for each in differences):
         confidence = "nothing was computed again, since what it would be computed from is not what the run had"
         return replace(report, verdict="different", differences=_in_order(differences), confidence=confidence)
