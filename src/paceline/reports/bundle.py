@@ -146,7 +146,7 @@ class _Private:
         text = self._without_paths(text)
         for each in sorted(self.texts, key=len, reverse=True):
             if each in text:  # as a word: a folder named test is not in "latest"
-                text = re.sub(rf"(?<![^\W_]){re.escape(each)}(?![^\W_])", lambda _, each=each: self.texts[each], text)
+                text = self.texts[each].join(re.split(rf"(?<![^\W_]){re.escape(each)}(?![^\W_])", text))
         return text
 
     def _without_paths(self, text: str) -> str:
