@@ -173,6 +173,10 @@ def test_a_program_that_trains_nothing_proves_nothing(paceline_here: Call, train
     for stretch in ("0:4", "4:8"):
         document = verified(paceline_here, run, 3, "--step", stretch)
         assert "its program ended without training" in document["reason"]
+        assert document["promise"] == ""
+    facts = json.loads((run / "environment.json").read_text())
+    (run / "environment.json").write_text(json.dumps(facts | {"command": "/no/python loop.py run"}))
+    assert "cannot be started" in verified(paceline_here, run, 3, "--step", "0:4")["reason"]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,9 @@ class VerifyReport:
 
     @property
     def promise(self) -> str:
-        """What was compared."""
+        """What was compared; empty if nothing was computed again."""
+        if all(each.unknown for each in self.outcomes):
+            return ""
         here = "the processor's kind, threads and versions are those of the run"
         if self.unlike:
             here = f"not all is as it was: {named(self.unlike)}"
@@ -138,7 +140,7 @@ class VerifyReport:
             where = "the run" if each.end is None else f"steps {each.begin} to {each.end}"
             first = "" if each.step is None else f", first at step {each.step}"
             blocks.append(f"different in {where}{first}: {each.cause}")
-        blocks += [f"promise: {self.promise}."] * bool(self.outcomes)
+        blocks += [f"promise: {self.promise}."] * bool(self.promise)
         blocks.append("It shows that the run follows from what it claims, not that nobody chose the claim afterwards.")
         ok: bool | str | PacelineError = self.verdict == "equal" or ""
         if self.verdict == "unknown":
