@@ -1,4 +1,4 @@
-"""What do a hundred pictures with boxes and a few processor minutes come to, with Paceline and Ultralytics?
+"""Compare detectors from Paceline and Ultralytics, after a few processor minutes on a hundred pictures.
 
 Two generated sets in YOLO's layout: `shapes`, four classes of filled shapes on noise, and `letters`, six letters on
 stripes. Each contender is used as its first page says, from scratch, by a separate process; Ultralytics' program is

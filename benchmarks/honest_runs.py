@@ -1,4 +1,4 @@
-"""Does `paceline verify --all` raise a false alarm on an honest run?
+"""Count the false alarms of `paceline verify --all` on honest runs.
 
 Sixty runs of sixteen kinds, of most kinds four with other optimizers, schedules, augmentations and seeds, are trained
 as commands and then verified. Where a fork reproduces a command, it is forked from a process that has imported torch

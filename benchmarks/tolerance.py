@@ -1,4 +1,4 @@
-"""How far apart are two trainings of one recipe whose arithmetic rounds differently, after how many steps?
+"""Measure how far apart two trainings of one recipe are whose arithmetic rounds differently, step by step.
 
 `paceline verify` compares within a tolerance where bits may differ. Here each recipe is trained three times with a
 checkpoint after every step: as usual with one thread, with two threads, and with the instructions of AVX2 only. For

@@ -1,4 +1,4 @@
-"""What does `paceline verify` cost next to the steps it computes again, and what does training pay for it?
+"""Measure what `paceline verify` costs next to the steps it computes again, and what training pays for it.
 
 A short and a long run of one stretch each are trained and verified, in turns. Processor seconds are counted, of the
 training that `verify` starts, which is the same program, and of its own process. The difference between long and short

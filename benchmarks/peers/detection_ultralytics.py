@@ -1,4 +1,4 @@
-"""Ultralytics' first lesson on pictures with boxes, from scratch: its published weights come from the network only.
+"""Train and score Ultralytics' smallest detector from scratch: its published weights must be downloaded.
 
 python detection_ultralytics.py FOLDER SIZE EPOCHS OUT.json SEED
 """

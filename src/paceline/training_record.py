@@ -134,9 +134,10 @@ def _licences(path: Any) -> Iterator[tuple[str, str]]:
     place = Path(path).expanduser()
     folder = place if place.is_dir() else place.parent
     with contextlib.suppress(OSError):
-        files = sorted(each for each in folder.iterdir() if each.is_file())
-        for each in files:
-            text = each.read_text(encoding="utf-8", errors="replace")[:_MOST_TEXT] if _may_state(each) else ""
+        files = sorted(each for each in folder.iterdir() if _may_state(each) and each.is_file())
+        for each in files[:_MOST_LICENCES]:
+            with each.open(encoding="utf-8", errors="replace") as file:
+                text = file.read(_MOST_TEXT)
             if _LICENCE_FILES.fullmatch(each.name):
                 yield each.name, " ".join(text.split())
             elif each.name == "README.md" and text.startswith("---") and (found := _LICENCE_LINE.search(text)):

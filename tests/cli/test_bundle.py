@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -34,9 +35,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Image.fromarray(pixels).save(folder / PLACE / name / f"patient-{name}-{number}.png")
     trained = paceline("train", PLACE, "train.duration=2 steps", "--run-dir", "run", folder=folder)
     assert trained.returncode == 0, trained.stderr
+    environment = folder / "run" / "environment.json"
+    program = {"program": str(folder / "patient_study.py"), "code": {"patient_study.py": "0", "patient_parts.py": "0"}}
+    environment.write_text(json.dumps(json.loads(environment.read_text()) | program))
     events = folder / "run" / "events.jsonl"
     file = folder / PLACE / "left" / "patient-left-3.png"
-    sentence = f"{PLACE} is odd: cannot read {file} with {TOKEN} and hf_abcdefghijklmnop"
+    sentence = f"{PLACE} is odd: cannot read {file} with {TOKEN} and hf_abcdefghijklmnop in patient_parts.py"
     with events.open("a") as records:
         records.write(json.dumps({"event": "warning", "step": 2, "time": 1.0, "message": sentence}) + "\n")
         records.write('{"event": "st')  # a kill cut it off
@@ -52,13 +56,26 @@ def test_a_bundle_holds_no_path_secret_host_or_data(home: Path) -> None:
         "recipe.yaml", "plan.json", "run.json", "environment.json", "events.jsonl", "summary.json",
     }  # fmt: skip
     environment = json.loads((home / "run" / "environment.json").read_text())
-    for private in (TOKEN, PLACE, "patient-", str(home), "hf_abcdefghijklmnop", environment["command"]):
+    for private in (TOKEN, PLACE, "patient", str(home), "hf_abcdefghijklmnop", environment["command"]):
         assert not any(private in text for text in held.values()), private
     assert json.loads(held["bug/environment.json"])["host"] == "(host)"
-    assert "(path) is odd: cannot read (path) with (secret) and (secret)" in held["bug/events.jsonl"]
+    assert "(path) is odd: cannot read (path) with (secret) and (secret) in (file)" in held["bug/events.jsonl"]
     assert json.loads(held["bug/environment.json"])["versions"] == environment["versions"]
     listed = [line.split("  ")[0] for line in made.stderr.splitlines()][: len(held)]
     assert [f"bug/{name}" for name in listed] == list(held), "named before it is written"
+
+
+def test_damage_and_a_folder_named_as_a_key(home: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(home / "run", tmp_path / "run"))
+    (run / "plan.json").write_text('{"loss": 1')
+    (run / "recipe.yaml").write_text("data:\n  path: /clinic/loss\n  split: test\n  teacher: /clinic/test\n")
+    (run / "events.jsonl").write_bytes(b'\xff\n{"loss": 2.0, "message": "the loss of the latest test"}\n')
+    write_bundle(run, tmp_path / "bug.zip", lambda _: None)
+    with zipfile.ZipFile(tmp_path / "bug.zip") as archive:
+        plan, events = (archive.read(f"bug/{name}").decode() for name in ("plan.json", "events.jsonl"))
+    assert json.loads(plan) == {"unreadable_characters": 10}
+    lines = [json.loads(line) for line in events.splitlines()]
+    assert lines == [{"unreadable_characters": 1}, {"loss": 2.0, "message": "the loss of the latest (teacher)"}]
 
 
 def test_a_bundle_never_replaces_a_file(home: Path) -> None:

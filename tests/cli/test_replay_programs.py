@@ -149,6 +149,9 @@ def test_what_cannot_be_run_again_cannot_be_told(paceline_here: Call, trained: T
     facts = json.loads((run / "environment.json").read_text())
     (run / "environment.json").write_text(json.dumps(facts | {"program": None}))
     assert "not by a program whose file" in verified(paceline_here, run, 3)["reason"]
+    identity = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(identity | {"id": "0" * 32}))
+    assert "is of another run" in verified(paceline_here, run, 1)["first_difference"]["cause"]
 
 
 @pytest.mark.parametrize("face", ["loop", pytest.param("fit", marks=pytest.mark.thorough)])
@@ -168,6 +171,19 @@ def test_a_program_that_trains_another_run_first_is_not_repeated(
     assert fingerprint(run.with_name("before")) == before
     shutil.rmtree(run.with_name("before"))
     assert "trains another run first" in verified(paceline_here, run, 3, "--step", "0:4")["reason"]
+
+
+@pytest.mark.thorough
+def test_a_program_that_trains_nothing_proves_nothing(paceline_here: Call, trained: Train) -> None:
+    skip = "    import os\n    if os.path.exists(sys.argv[1]):\n        sys.exit()\n    train("
+    run = trained("loop", "run", edit=lambda text: text.replace("    train(", skip))
+    for stretch in ("0:4", "4:8"):
+        document = verified(paceline_here, run, 3, "--step", stretch)
+        assert "its program ended without training" in document["reason"]
+        assert document["promise"] == ""
+    facts = json.loads((run / "environment.json").read_text())
+    (run / "environment.json").write_text(json.dumps(facts | {"command": "/no/python loop.py run"}))
+    assert "cannot be started" in verified(paceline_here, run, 3, "--step", "0:4")["reason"]
 
 
 @pytest.mark.parametrize(

@@ -25,17 +25,18 @@ def without_posix(folder: Path, *commands: str) -> list[tuple[int, str]]:
 
 def test_commands_work_without_fork_flock_and_posix_signals(tmp_path: Path) -> None:
     Image.new("L", (8, 8), 90).save(tmp_path / "new.png")
-    trained, evaluated, predicted, reported, exported, described, checked = without_posix(
+    trained, evaluated, predicted, answered, reported, exported, described, checked = without_posix(
         tmp_path,
         'train digits "train.duration=3 steps" data.workers=0 --run-dir run',
         "evaluate run",
         "predict run new.png",
+        "predict run new.png --output answers.csv",
         "report run",
         "export run --format safetensors --output weights.safetensors",
         "env",
         "check-data .",
     )
-    for code, output in (trained, evaluated, predicted, reported, exported, described):
+    for code, output in (trained, evaluated, predicted, answered, reported, exported, described):
         assert code == 0, output
     assert "Completed after 3 steps" in trained[1]
     assert (tmp_path / "weights.safetensors").stat().st_size > 100_000

@@ -297,6 +297,7 @@ def join(
     elif world.world_size > 1:
         timeout = dt.timedelta(seconds=timeout_seconds)
         try:
+            # torch prints a stack if a signal interrupts its wait.
             with closing(ExitOnSignal(world)), blocked_signals():
                 # A URL, or the store of torchrun's agent.
                 store = None if launch.store is None else agents_store(launch.store, world, timeout=timeout)

@@ -43,7 +43,7 @@ def _posix_module(name: str) -> Any:
 
 
 def lacking() -> dict[str, str]:
-    """Return which means of POSIX this system lacks, with what is left out for that reason."""
+    """Return the features of POSIX that this system lacks, with what is left out for that reason."""
     left_out = {
         "flock": "keeping two launches out of one run directory; copies of object storage",
         "fork": "check-data, review, and the test whether a data set gives the same samples again",

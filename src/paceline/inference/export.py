@@ -151,6 +151,10 @@ def _refuse_overrides(request: ExportRequest, saved: SavedWeights) -> None:
         )
 
 
+# A path, transformers:FOLDER, or s3://BUCKET/PATH.
+_PLACE = re.compile(r"(\w*:(?://)?|)((?:~\w*|\.\.?)?/.+|(?<=://).+)", re.DOTALL)
+
+
 def file_metadata(saved: SavedWeights, request: ExportRequest) -> dict[str, str]:
     """Build a file's metadata: the metadata of the weights file without paths, and which weights these are."""
     metadata = {key: value for key, value in saved.metadata.items() if key != ROUNDED}
@@ -161,9 +165,10 @@ def file_metadata(saved: SavedWeights, request: ExportRequest) -> dict[str, str]
 
 
 def without_paths(value: Any) -> Any:
-    """Return JSON values with the last name of each absolute path and address: where they are is the trainer's affair.
+    """Return JSON values with the last name of each path and address: where they are is private.
 
-    Names of repositories on the Hugging Face hub stay whole. Nothing is removed, so a recipe stays valid.
+    A path begins with ``/``, ``./``, ``../`` or ``~``; others could be names. Names of repositories on the Hugging Face
+    hub stay whole. Nothing is removed, so a recipe stays valid.
     """
     if isinstance(value, Mapping):
         return {key: without_paths(each) for key, each in value.items()}
@@ -171,10 +176,7 @@ def without_paths(value: Any) -> Any:
         return [without_paths(each) for each in value]
     if not isinstance(value, str) or value.startswith("hf://"):
         return value
-    # A path, transformers:FOLDER, or s3://BUCKET/PATH.
-    kind, place = (
-        found.groups() if (found := re.fullmatch(r"(\w*:(?://)?|)(/.+|(?<=://).+)", value, re.DOTALL)) else ("", "")
-    )
+    kind, place = found.groups() if (found := _PLACE.fullmatch(value)) else ("", "")
     return kind + PurePath(place).name if place else value
 
 

@@ -70,7 +70,7 @@ def check_made(name: str, value: Any, *, error: type[PacelineError]) -> None:
     made = {nn.Module: "_parameters", Optimizer: "_optimizer_step_post_hooks"}
     if any(isinstance(value, kind) and attribute not in vars(value) for kind, attribute in made.items()):
         call = "super().__init__(parameters, {'lr': lr})" if isinstance(value, Optimizer) else "super().__init__()"
-        raise error(f"{name} has {shown(value)} whose __init__ does not call {call}; call it first.", key=name)
+        raise error(f"{name}: {type(value).__name__}.__init__ does not call {call}; call it first.", key=name)
 
 
 def shown(value: Any) -> str:

@@ -153,10 +153,10 @@ class Epochs:
         return total - (first - 1 if is_late else first)
 
     def due_steps(self, every: Duration, total: int) -> tuple[int, ...]:
-        """Return the steps, in a run of ``total``, after which an interval is due, if that is no fixed number of steps.
+        """Return the steps, in a run of ``total``, after which an interval is due; empty for a fixed number of steps.
 
-        It is none where the batch changes, or where an epoch or a percentage is no whole number of steps: a sum of
-        rounded intervals would drift. Samples are a fixed number of steps otherwise.
+        The number is not fixed where the batch changes, or where an epoch or a percentage is not a whole number of
+        steps: a sum of rounded intervals would drift. Samples are rounded up to a fixed number of steps.
         """
         units = {"steps": Fraction(1), "percent": Fraction(total, 100), "samples": Fraction(0)}
         is_fixed = len(self.phases) == 1 or every.unit in ("steps", "percent")

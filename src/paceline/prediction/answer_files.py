@@ -184,6 +184,8 @@ def answer_file(path: Path, predictor: Predictor) -> Iterator[AnswerWriter]:
                 raise DataError(
                     f"--output={path}: another command is writing it; give another name.", path=path
                 ) from None
+            except OSError:
+                pass  # a file system without locks
             check_output(path)  # the other command may have completed it just now
             writer = _WRITERS[path.suffix](partial, predictor)
             try:

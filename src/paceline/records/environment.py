@@ -98,7 +98,9 @@ def code_digests(references: Iterable[str], program: str | None = None) -> dict[
     files = {name: Path(path) for each in references if (path := places.get(name := each.partition(":")[0]))}
     if program is not None:
         folder = Path(program).parent
-        own = {Path(program), *(Path(path) for path in places.values() if path)}
+        installed = sys.stdlib_module_names  # Python itself may be below the program's folder, too
+        paths = (path for name, path in places.items() if path and name.partition(".")[0] not in installed)
+        own = {Path(program), *map(Path, paths)}
         near = (path for path in sorted(own) if path.is_relative_to(folder) and "site-packages" not in path.parts)
         files |= {str(path.relative_to(folder)): path for path in near}
     return {name: file_digest(path) for name, path in files.items() if path.is_file()}

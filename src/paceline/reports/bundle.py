@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import zipfile
@@ -17,6 +16,8 @@ import yaml
 from paceline.command import Log
 from paceline.errors import RunDirectoryError
 from paceline.pages.shown import Document, Result, Shown
+from paceline.parsing.plain_text import load_json
+from paceline.parsing.plain_yaml import BoundedLoader
 from paceline.parsing.units import format_bytes
 from paceline.records.run_directory import encode_json, existing_run, file_operation
 
@@ -90,10 +91,9 @@ def write_bundle(run_dir: Path, output: Path | None, log: Log) -> Result:
 
 def _documents(name: str, text: str) -> Iterator[Any]:
     """Yield what a file holds; of a part that cannot be read, as a kill or a damage leaves it, how long it is."""
-    parse = yaml.safe_load if name.endswith(".yaml") else json.loads
     for part in text.rstrip("\n").split("\n") if name.endswith(".jsonl") else [text]:
         try:
-            yield parse(part)
+            yield yaml.load(part, Loader=BoundedLoader) if name.endswith(".yaml") else load_json(part)
         except (ValueError, yaml.YAMLError, RecursionError):
             yield {"unreadable_characters": len(part)}
 

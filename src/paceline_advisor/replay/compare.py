@@ -105,11 +105,11 @@ class Tolerance:
             states = (read_components(path, (component,))[component] for path in (again, narrow))
             tensors, others = (encode(each, where=component)[1] for each in states)
             for name, tensor in tensors.items():
-                other = others[name]
+                other = others.get(name)
                 if isinstance(tensor, torch.Tensor) and isinstance(other, torch.Tensor) and tensor.is_floating_point():
                     differs = _MARGIN * _relative(tensor, other)
                     found[f"{component} {name}"] = min(_MOST_TOLERATED, max(_LEAST_TOLERATED, differs))
-        return cls(largest=max(found.values()), tensors=found)
+        return cls(largest=max(found.values(), default=_LEAST_TOLERATED), tensors=found)
 
     @property
     def least(self) -> float:

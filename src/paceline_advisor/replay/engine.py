@@ -21,7 +21,7 @@ import torch
 from paceline.checkpoint.manifest import verify as verify_checkpoint
 from paceline.checkpoint.store import CheckpointStore, checkpoint_name
 from paceline.command import Log
-from paceline.errors import CheckpointError, RunDirectoryError
+from paceline.errors import CheckpointError, LaunchError, RunDirectoryError
 from paceline.parsing.units import Duration, format_seconds
 from paceline.plugins.references import is_code_trusted
 from paceline.recipe.load import OWN_LOOP, differences, load_recipe, to_yaml
@@ -140,7 +140,7 @@ class Engine:
                         verify_checkpoint(point.path)
                 again = self._train(stretch, scratch, progress)
                 difference, tolerance = self._compare(stretch, again, scratch)
-            except NotReplayedError as error:
+            except (NotReplayedError, LaunchError) as error:
                 return StretchOutcome(stretch=stretch, unknown=str(error), seconds=time.perf_counter() - started)
             except (CheckpointError, RunDirectoryError) as error:
                 difference, tolerance = _whole(stretch, "files", str(error)), None
@@ -153,6 +153,9 @@ class Engine:
         Raises:
             NotReplayedError: If not.
         """
+        trained = max(CheckpointStore(again.checkpoints).steps(), default=0) > stretch.begin.step
+        if self.program is not None and not trained:
+            raise NotReplayedError(f"{stretch} cannot be computed again here: its program ended without training")
         before, now = ({**plan.pop("data", {}), **plan} for plan in map(read_json, (self.run.plan, again.plan)))
         if self.program is not None:
             count = stretch.end.facts.get("world_size", before["world_size"])

@@ -93,7 +93,9 @@ class VerifyReport:
 
     @property
     def promise(self) -> str:
-        """What was compared."""
+        """What was compared; empty if nothing was computed again."""
+        if all(each.unknown for each in self.outcomes):
+            return ""
         here = "the processor's kind, threads and versions are those of the run"
         if self.unlike:
             here = f"not all is as it was: {named(self.unlike)}"
@@ -138,7 +140,7 @@ class VerifyReport:
             where = "the run" if each.end is None else f"steps {each.begin} to {each.end}"
             first = "" if each.step is None else f", first at step {each.step}"
             blocks.append(f"different in {where}{first}: {each.cause}")
-        blocks += [f"promise: {self.promise}."] * bool(self.outcomes)
+        blocks += [f"promise: {self.promise}."] * bool(self.promise)
         blocks.append("It shows that the run follows from what it claims, not that nobody chose the claim afterwards.")
         ok: bool | str | PacelineError = self.verdict == "equal" or ""
         if self.verdict == "unknown":
@@ -209,10 +211,13 @@ def _verify(run: RunDirectory, options: Verify, report: VerifyReport, log: Log) 
     report = replace(report, total=len(stretches), unlike=unlike)
     try:
         engine = Engine.of(run, options.tolerance or (0.0 if unlike else None))
-    except NotReplayedError as error:
-        raise CannotTellError(f"{error}.") from error
-    if engine.program is None and not any(each.component == "recipe" for each in differences):
-        differences += _other_data(run, chosen[-1], environment)
+        if engine.program is None and not any(each.component == "recipe" for each in differences):
+            differences += _other_data(run, chosen[-1], environment)
+    except (NotReplayedError, CannotTellError) as error:
+        if not differences:
+            raise CannotTellError(f"{str(error).rstrip('.')}.") from error
+        confidence = f"nothing was computed again: {error}"
+        return replace(report, verdict="different", differences=_in_order(differences), confidence=confidence)
     if any(each.component in ("recipe", "plan", "data") for each in differences):
         confidence = "nothing was computed again, since what it would be computed from is not what the run had"
         return replace(report, verdict="different", differences=_in_order(differences), confidence=confidence)

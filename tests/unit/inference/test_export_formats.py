@@ -158,6 +158,8 @@ def unpacked(path: Path) -> bytes:
     ("value", "kept"),
     [
         ("/home/me/photos", "photos"),
+        ("../clinic/photos", "photos"),
+        ("transformers:~/clinic/bert", "transformers:bert"),
         ("s3://bucket/mine/photos", "s3://photos"),
         ("transformers:/home/me/bert", "transformers:bert"),
         ("transformers:owner/bert", "transformers:owner/bert"),
