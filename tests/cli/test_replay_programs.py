@@ -147,6 +147,9 @@ def test_what_cannot_be_run_again_cannot_be_told(paceline_here: Call, trained: T
         assert f"has changed since it trained the run: {path}" in verified(paceline_here, run, 3)["reason"]
         path.write_text(text)
     facts = json.loads((run / "environment.json").read_text())
+    (run / "environment.json").write_text(json.dumps(facts | {"command": f"sh -c 'touch {tmp_path}/made'"}))
+    assert "does not start the recorded program" in verified(paceline_here, run, 3)["reason"]
+    assert not (tmp_path / "made").exists()
     (run / "environment.json").write_text(json.dumps(facts | {"program": None}))
     assert "not by a program whose file" in verified(paceline_here, run, 3)["reason"]
     identity = json.loads((run / "run.json").read_text())

@@ -186,7 +186,7 @@ class LoopSubject(Subject):
         self.resumes, self.impurity = False, ""
         self.device = choose_device(self.recipe.parallel.device, self.world)
         check_communication(self.recipe.parallel.backend, self.device)
-        check_trackers(self.recipe.telemetry.trackers)
+        check_trackers(self.recipe.telemetry.trackers, are_asked_for="telemetry.trackers" in self.loaded.origins)
         self.workers = given.workers or samples.workers or 0
         self.plan = self._planned(samples)
         self.geometry = StepGeometry(

@@ -69,12 +69,12 @@ TRACKERS: Mapping[str, Callable[[Path, TrackerFacts], Tracker]] = {
 }
 
 
-# The default, without which a run does not fail; `paceline env` names it.
-_OPTIONAL = ("tensorboard",)
-
-
-def check_trackers(names: Iterable[str]) -> None:
+def check_trackers(names: Iterable[str], *, are_asked_for: bool = True) -> None:
     """Check before a run starts that its trackers are available.
+
+    Args:
+        names: Their names.
+        are_asked_for: Whether the user named them now. Without TensorBoard, the default, a run only lacks its files.
 
     Raises:
         RecipeError: If a name is unknown, or its library is not installed.
@@ -85,10 +85,11 @@ def check_trackers(names: Iterable[str]) -> None:
                 f"Found {name!r} in telemetry.trackers; available are: {', '.join(sorted(TRACKERS))}."
                 + did_you_mean(name, TRACKERS)
             )
-        if name not in _OPTIONAL and not _is_installed(name):
+        if (are_asked_for or name != "tensorboard") and not _is_installed(name):
+            extra = "vision" if name == "tensorboard" else name
             raise RecipeError(
-                f"telemetry.trackers asks for {name!r}, which is not installed: run pip install 'paceline[{name}]', or "
-                "remove it from telemetry.trackers."
+                f"telemetry.trackers asks for {name!r}, which is not installed: run pip install 'paceline[{extra}]', "
+                "or remove it from telemetry.trackers."
             )
 
 

@@ -345,9 +345,21 @@ def _program(run: RunDirectory, environment: Json) -> list[str] | None:
             raise NotReplayedError(f"the program has changed since it trained the run: {path}")
     if environment.get("earlier_runs"):  # it would compute that one, once the directory is gone that tells
         raise NotReplayedError("its program trains another run first; give each run its own program")
+    words = shlex.split(command)
+    if not any(_names(word, folder_of(environment), Path(file)) for word in words):
+        raise NotReplayedError(f"the recorded command does not start the recorded program {file}: {command}")
     if not is_code_trusted():
         raise NotReplayedError(f"only a program of yours can repeat the steps, {command}; add --trust-code to run it")
-    return shlex.split(command)
+    return words
+
+
+def _names(word: str, folder: Path | None, program: Path) -> bool:
+    """Whether a word of a command is a program's path, or its module after ``-m``."""
+    module = program.parent if program.name == "__main__.py" else program.with_suffix("")
+    is_module = word.isidentifier() or all(part.isidentifier() for part in word.split("."))
+    return Path(folder or "", word) == program or (
+        is_module and module.parts[-1 - word.count(".") :] == (*word.split("."),)
+    )
 
 
 def partial_difference(stretch: Stretch) -> Callable[[int, FoundDifference], FirstDifference]:

@@ -262,7 +262,8 @@ def load_clicks(path: Path, cache: str, left_out: SkippedItems, *, max_broken: i
         lock = _open_lock(folders, path, cache, key)
         folder = Path(lock.name).with_name(f"clicks-{key}")
         with lock:
-            lock_file(lock)  # until no other process is creating the same copy
+            with contextlib.suppress(OSError):  # without locks, each process makes the copy, and the last one stays
+                lock_file(lock)  # until no other process is creating the same copy
             if _opened(folder) is None:
                 _convert(files, folder, max_broken)
         found = _opened(folder)

@@ -65,6 +65,21 @@ def test_every_curve_is_its_events(tmp_path: Path, recorded_run: Any, write: Any
     assert "Loss scale" not in found
 
 
+def test_each_held_out_set_has_its_own_curve(
+    tmp_path: Path, recorded_run: Any, write: Any, figures: Any, points: Any
+) -> None:
+    reported = recorded_run().start()
+    for step in (4, 8):
+        reported.record(step)
+        reported.evaluation(step, loss=1 / step).events[-1]["split"] = "photos"
+        reported.evaluation(step, loss=9.0).events[-1]["split"] = "drawings"
+    text = page(write(tmp_path / "run", reported.finish(8)))
+    loss = figures(text)["Loss"]
+    assert points(loss, "held-out, photos, model") == [(4, 1 / 4), (8, 1 / 8)]
+    assert points(loss, "held-out, drawings, model") == [(4, 9.0), (8, 9.0)]
+    assert "loss, drawings, model" in texts(text)
+
+
 def test_phases_are_those_of_the_attribution(tmp_path: Path, recorded_run: Any, write: Any, figures: Any) -> None:
     found = figures(page(write(tmp_path / "run", complete(recorded_run))))["Where the time of a step goes"]
     milliseconds = {trace["name"]: trace["x"][0] for trace in found["data"]}

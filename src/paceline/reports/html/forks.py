@@ -12,7 +12,7 @@ from paceline.parsing.units import counted, metric_title
 from paceline.records.reader import read_identity
 from paceline.records.run_directory import RunDirectory
 from paceline.reports.html.runs import RunRecord
-from paceline.reports.html.training import WEIGHTS, ChartLine, curves
+from paceline.reports.html.training import ChartLine, curves
 
 # Keys in which forks with the same change may differ.
 _NO_CHANGE = ("seed", "checkpoint.", "telemetry.", "parallel.", "data.path")
@@ -24,7 +24,8 @@ def forks(runs: Sequence[RunRecord]) -> Iterator[Block]:
     rows = []
     for changed, pairs in _pairs(runs).items():
         metrics = dict.fromkeys(metric for _, fork, _ in pairs for metric in fork.metrics)
-        for metric, weights in product(metrics, WEIGHTS):
+        kinds = dict.fromkeys(weights for _, fork, _ in pairs for weights in fork.evaluations)
+        for metric, weights in product(metrics, kinds):
             points = [_differences(pair, metric, weights) for pair in pairs]
             steps = sorted(set.intersection(*(set(each) for each in points)))
             if not steps:
@@ -74,7 +75,7 @@ def _differences(pair: Pair, metric: str, weights: str) -> dict[int, float]:
     """Return fork minus parent by step, where both were evaluated after their common step."""
     parent, fork, begin = pair
     values = [
-        {each["step"]: each[metric] for each in run.of("evaluation") if each["weights"] == weights and metric in each}
+        {each["step"]: each[metric] for each in run.evaluations.get(weights, ()) if metric in each}
         for run in (parent, fork)
     ]
     shared = sorted(step for step in values[0].keys() & values[1].keys() if step > begin)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from paceline.records.run_directory import RunDirectory, existing_run
 from paceline.reports.attribution import Attribution, attribute_events
 
 Event = Mapping[str, Any]
+WEIGHTS = ("model", "ema")
 
 # For runs whose plan is missing or cannot be read.
 _USUAL_DIRECTIONS = {"loss": False, "top1_accuracy": True, "top5_accuracy": True}
@@ -69,6 +71,18 @@ class RunHistory:
         """Planned number of steps."""
         total: int | None = self.start.get("total_steps", self.plan.get("total_steps"))
         return total
+
+    @property
+    def evaluations(self) -> dict[str, list[Event]]:
+        """Evaluations by their weights, ``model`` and ``ema``; if there are several held-out sets, also by name."""
+        sets = list(dict.fromkeys(event.get("split", "") for event in self.of("evaluation")))
+        found: dict[str, list[Event]] = {}
+        for name, weights in product(sets, WEIGHTS):
+            events = [
+                each for each in self.of("evaluation") if (each.get("split", ""), each["weights"]) == (name, weights)
+            ]
+            found[weights if len(sets) == 1 else f"{name}, {weights}"] = events
+        return found
 
     @property
     def metrics(self) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from operator import itemgetter
 from typing import Any
 
@@ -16,7 +15,6 @@ from paceline.pages.page import Block, Chart, Table, Text
 from paceline.parsing.units import format_metric, metric_title, metric_unit
 from paceline.reports.html.runs import Event, RunRecord
 
-WEIGHTS = ("model", "ema")
 # The other keys of a step record are shown elsewhere or are not training metrics.
 _GRADIENT = {
     "grad_norm": ("Gradient norm", "L2 norm", "Of the recorded step, before clipping."),
@@ -72,8 +70,7 @@ def _evaluated(runs: Sequence[RunRecord], metric: str) -> list[ChartLine]:
     """
     lines = []
     for at, run in enumerate(runs):
-        for number, weights in enumerate(WEIGHTS):
-            events = [event for event in run.of("evaluation") if event["weights"] == weights]
+        for number, (weights, events) in enumerate(run.evaluations.items()):
             name = f"held-out, {weights}" if len(runs) == 1 else f"{run.name}, {weights}"
             style = 1 + number if len(runs) == 1 else at + 3 * SERIES * number
             line = of_events(name, events, metric, style)
@@ -88,8 +85,7 @@ def _shown(metric: str, value: float) -> str:
 
 def _best(runs: Sequence[RunRecord]) -> Iterator[Block]:
     rows = []
-    for run, weights in product(runs, WEIGHTS):
-        events = [event for event in run.of("evaluation") if event["weights"] == weights]
+    for run, weights, events in ((each, *found) for each in runs for found in each.evaluations.items()):
         for metric in run.metrics:
             evaluated = [event for event in events if event.get(metric) is not None]
             if not evaluated:
