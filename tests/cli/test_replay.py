@@ -431,11 +431,12 @@ def test_other_vector_instructions_leave_a_measured_tolerance(
     assert document["tolerance"], document
 
 
-def test_what_cannot_be_opened_cannot_be_told(paceline_here: Call, run: Path) -> None:
+def test_what_does_not_fit_is_named_where_nothing_can_be_computed(paceline_here: Call, run: Path) -> None:
     (run / "recipe.yaml").write_text("task: own_loop\nseed: 0\n")
-    done = paceline_here("verify", run, "--json").ended(3)
-    assert done.document["verdict"] == "unknown"
-    assert "paceline.Loop" in done.err
+    document = paceline_here("verify", run, "--json").ended(1).document
+    assert document["first_difference"]["component"] == "recipe"
+    assert document["confidence"].startswith("nothing was computed again: ")
+    assert "paceline.Loop" in document["confidence"]
     paceline_here("verify", "nothing").refused("there is no run directory")
 
 
