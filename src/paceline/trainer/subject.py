@@ -217,8 +217,9 @@ class Subject(contextlib.ExitStack[bool | None]):
         self.device = choose_device(recipe.parallel.device, world)
         if as_run:
             check_communication(recipe.parallel.backend, self.device)
-            origin = self.loaded.origins.get("telemetry.trackers")  # a file may be the run's own, which has all keys
-            check_trackers(recipe.telemetry.trackers, are_asked_for=origin == "override")
+            # Not by a file: it may be the run's own, which has all keys.
+            origins = self.loaded.origins if "loaded" in vars(self) else {}
+            check_trackers(recipe.telemetry.trackers, are_asked_for=origins.get("telemetry.trackers") == "override")
             self.cores = choose_cores(recipe.parallel.affinity, world, self.device, os.environ)
         self.machine = describe_machine(self.device, self.cores, processes=world.local_world_size)
         self.placement = Placement(device=self.device, channels_last=resolve_channels_last(recipe, self.machine))

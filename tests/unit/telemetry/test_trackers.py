@@ -100,6 +100,13 @@ def test_an_unknown_tracker_is_told_with_what_there_is() -> None:
         check_trackers(["tensorbord"])
 
 
+def test_without_tensorboard_only_who_asks_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    check_trackers(["tensorboard"], are_asked_for=False)
+    with pytest.raises(RecipeError, match=r"pip install 'paceline\[vision\]'"):
+        check_trackers(["tensorboard"])
+
+
 def test_one_that_is_not_installed_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RecipeError, match=r"'wandb', which is not installed: run pip install 'paceline\[wandb\]'"):
