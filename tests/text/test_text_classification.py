@@ -192,7 +192,8 @@ def test_a_checkpoint_is_fine_tuned_and_exported(train: Make, checkpoint: Path, 
     assert {each.name for each in (tmp_path / "hub").iterdir()} == {
         *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     }
-    again = evaluate_target(EvaluationRequest(target=tmp_path / "hub"))
+    data = load_recipe(result.run_dir).recipe.data.path  # an export does not say where the data are
+    again = evaluate_target(EvaluationRequest(target=tmp_path / "hub", overrides=(f"data.path={data}",)))
     assert again.metrics["loss"] == pytest.approx(result.metrics["loss"], rel=1e-6)
 
 

@@ -445,7 +445,8 @@ def test_a_checkpoint_is_fine_tuned_with_adapters_and_exported(train: Make, tmp_
         assert written.largest_difference < 1e-5
     said = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert (said["task_type"], said["modules_to_save"]) == ("TOKEN_CLS", ["classifier"])
-    again = evaluate_target(EvaluationRequest(target=tmp_path / "transformers"))
+    data = load_recipe(result.run_dir).recipe.data.path  # an export does not say where the data are
+    again = evaluate_target(EvaluationRequest(target=tmp_path / "transformers", overrides=(f"data.path={data}",)))
     assert again.metrics["entity_f1"] == pytest.approx(result.metrics["entity_f1"])
 
 
