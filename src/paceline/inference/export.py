@@ -168,10 +168,10 @@ def without_paths(value: Any) -> Any:
     """Return JSON values with the last name of each path and address: where they are is private.
 
     A path begins with ``/``, ``./``, ``../`` or ``~``; others could be names. Names of repositories on the Hugging Face
-    hub stay whole. Nothing is removed, so a recipe stays valid.
+    hub stay whole, and tokenizers, without which the weights are of no use. Nothing is removed: a recipe stays valid.
     """
     if isinstance(value, Mapping):
-        return {key: without_paths(each) for key, each in value.items()}
+        return {key: each if key == "tokenizer" else without_paths(each) for key, each in value.items()}
     if isinstance(value, list):
         return [without_paths(each) for each in value]
     if not isinstance(value, str) or value.startswith("hf://"):

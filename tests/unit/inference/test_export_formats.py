@@ -136,7 +136,13 @@ def test_run_to_safetensors(digits: Path, tmp_path: Path) -> None:
         assert again.saved.description("recipe") == read_weights(digits).description("recipe")
 
 
-@pytest.mark.parametrize("form", ["safetensors", "onnx", "torch-export", "timm", "folder"])
+NEEDS_ONNX = pytest.mark.needs("onnx", "onnxruntime", "onnxscript")
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["safetensors", "torch-export", "timm", *(pytest.param(each, marks=NEEDS_ONNX) for each in ("onnx", "folder"))],
+)
 def test_no_path_is_exported(photos: Path, folder: Path, form: str, tmp_path: Path) -> None:
     output = tmp_path / ("photos" + formats()[form].ending)
     written(photos, output, form)
