@@ -2,7 +2,7 @@
 
 Built where a compiler and the headers of libjpeg-turbo 2.1 or newer are there (Debian: ``apt install gcc
 libjpeg-dev``), for all versions of Python from 3.11 on.
-Where it cannot be built, installing goes on, and Pillow decodes. PACELINE_PURE=1 leaves it out.
+If it cannot be built, Paceline installs without it, and Pillow decodes. PACELINE_PURE=1 leaves it out.
 """
 
 import os

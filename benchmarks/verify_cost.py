@@ -1,9 +1,9 @@
 """Measure what `paceline verify` costs next to the steps it computes again, and what training pays for it.
 
-A short and a long run of one stretch each are trained and verified, in turns. Processor seconds are counted, of the
-training that `verify` starts, which is the same program, and of its own process. The difference between long and short
-is the cost of the steps, the rest is start-up. `verify.every` is compared with a run without it. What a step pays where
-it is off is timed alone: it is too little to see in a step.
+A short and a long run of one stretch each are trained and verified, in turns. Processor seconds are counted for
+the training that `verify` starts, which is the same program, and for `verify` itself. The difference between long and
+short is the cost of the steps; the rest is start-up. `verify.every` is compared with a run without it.
+What a step pays where it is off is timed alone: it is too little to see in a step.
 
     python benchmarks/verify_cost.py [--pairs 4] [--steps 50 250] [--dry-run]
 """

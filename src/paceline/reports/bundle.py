@@ -80,7 +80,7 @@ def write_bundle(run_dir: Path, output: Path | None, log: Log) -> Result:
     files = {name: "".join(_written(name, kept.without(each)) for each in documents[name]).encode() for name in texts}
     for name, content in files.items():
         log(f"{name}  {format_bytes(len(content))}")
-    log("Paths, addresses, hosts, commands and secrets are replaced; names of classes and your recipe's values stay.")
+    log("Paths, addresses, hosts, commands and secrets are replaced; other values stay: look before you send it.")
     with file_operation("write", path), zipfile.ZipFile(path, "x", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
             archive.writestr(f"{path.stem}/{name}", content)

@@ -279,7 +279,7 @@ class _Comparison:
         where, settings = report.where, [*other_settings(*pair)]
         assert where is not None
         is_content = where.phase == "data" and where.tensor != "samples"
-        # Programs were run as they were; a module that a recipe names, as it is now in both.
+        # A program's files were unchanged when it ran again; modules that recipes name ran in today's version.
         code = 0 if all(each.environment.get("program") for each in self.sides) else 4
         weights = {"data": 0 if is_content else 2, "code": code, "environment": 3}
         causes = [_weighted(each, **weights) for each in self._causes(report)]
