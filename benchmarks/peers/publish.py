@@ -1,6 +1,6 @@
-"""Write docs/performance.md and README's table of speed from the result files of compare.py.
+"""Write docs/performance.md from the result files of compare.py.
 
-With --check it writes nothing, and says if one of them differs.
+With --check it writes nothing, and says if the page differs.
 
 python benchmarks/peers/publish.py [--check]
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,6 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
-README = ROOT / "README.md"
 ORDER = ("loop-64", "loop-4", "folder-64", "folder-160", "memory", "ddp-2", "evaluation", "checkpoint")
 ON_GPU = ("gpu-resident", "gpu-folder")
 _NAMES = {
@@ -28,11 +26,6 @@ _NAMES = {
     "folder-160": "JPEG files, 160 pixels", "memory": "images in memory", "ddp-2": "two processes",
     "evaluation": "evaluation", "checkpoint": "checkpoints",
 }  # fmt: skip
-_IN_README = {
-    "step of a small network, batch 64": ("loop-64", "step_milliseconds"),
-    "JPEG files, 160 pixels": ("folder-160", "images_per_second"),
-    "first step after a resume": ("checkpoint", "resumed_first_step_seconds"),
-}
 US = "paceline"
 # What is written as 1.00 is not called less.
 _ROUNDED = 0.005
@@ -87,7 +80,7 @@ _AFTERWARDS = """\
 .venv/bin/python benchmarks/peers/compare.py --help                    # lists workloads and contenders
 .venv/bin/python benchmarks/peers/compare.py loop-4 --peers raw timm   # compares these, only prints
 .venv/bin/python benchmarks/peers/compare.py all --rounds 5            # hours; with a GPU, its workloads
-.venv/bin/python benchmarks/peers/publish.py                           # rewrites this page and README's table
+.venv/bin/python benchmarks/peers/publish.py                           # rewrites this page
 ```
 
 The first call creates each contender's environment in the user's cache.
@@ -175,16 +168,6 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         lines += [*_GPU.format(**_facts(there)).splitlines(), "", *_ratios(table), ""]
         lines += ["Where another is ahead:", "", *ahead(there), "", *_in_figures(there)]
     return "\n".join([*lines, _AFTERWARDS])
-
-
-def readme(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return README's text with the ratios of these results in its table."""
-    table = {(row.workload, row.key): row for row in rows(results)}
-    for title, key in _IN_README.items():
-        if key in table:
-            cells = " | ".join(_cell(table[key], name) for name in ("raw-tuned", "timm", "lightning", "fastai"))
-            text = re.sub(rf"(?m)^\| {title} \|.*$", f"| {title} | {cells} |", text)
-    return text
 
 
 def _ratios(table: Sequence[Row]) -> list[str]:
@@ -307,12 +290,11 @@ def main() -> None:
         return
     if not results:
         sys.exit("benchmarks/results holds no peers-*.json yet: run benchmarks/peers/compare.py first")
-    for path, text in ((PAGE, page(results)), (README, readme(README.read_text(), results))):
-        if not options.check:
-            path.write_text(text)
-            print(path.relative_to(ROOT))
-        elif not path.exists() or path.read_text() != text:
-            sys.exit(f"{path.relative_to(ROOT)} is not what the result files say: run benchmarks/peers/publish.py")
+    if not options.check:
+        PAGE.write_text(page(results))
+        print(PAGE.relative_to(ROOT))
+    elif not PAGE.exists() or PAGE.read_text() != page(results):
+        sys.exit(f"{PAGE.relative_to(ROOT)} is not what the result files say: run benchmarks/peers/publish.py")
 
 
 if __name__ == "__main__":
