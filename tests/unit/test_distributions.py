@@ -163,7 +163,7 @@ def test_two_builds_give_the_same_bytes_and_an_index_takes_them(tmp_path: Path) 
     )
     assert first == second
     assert sorted(name.split("-", 2)[-1].partition("_2")[0] for name in first) == [
-        "0.1.0.tar.gz",
+        f"{paceline.__version__}.tar.gz",
         "cp311-abi3-manylinux2014_x86_64.manylinux",
         "py3-none-any.whl",
     ]
