@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 VERSION = paceline.__version__
 RUN = f"tests/golden/releases/{VERSION}/digits/environment.json"
 COPIED = ("scripts/release", "src/paceline/version.py", "SECURITY.md", "tests/golden/public.txt", RUN)
-WHEELS = "import sys; from pathlib import Path; Path(sys.argv[1]).mkdir(); Path(sys.argv[1], 'a.whl').write_text('wheel')"
+WHEELS = (
+    "import sys; from pathlib import Path; Path(sys.argv[1]).mkdir(); Path(sys.argv[1], 'a.whl').write_text('wheel')"
+)
 Call = Callable[..., str]
 
 
@@ -49,7 +51,11 @@ def git(tmp_path: Path) -> Call:
 
 def release(folder: Path, *words: str) -> tuple[int, str]:
     done = subprocess.run(
-        (sys.executable, folder / "scripts" / "release", *words), capture_output=True, text=True, check=False, timeout=60
+        (sys.executable, folder / "scripts" / "release", *words),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     return done.returncode, done.stdout + done.stderr
 
