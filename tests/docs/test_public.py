@@ -88,6 +88,10 @@ def test_a_call_that_fitted_a_release_still_fits(now: str, kept: bool) -> None:
     line = "f(a, b=1, *, c)"
     assert broken(line, now) == ([] if kept else [line])
     assert broken("key a.b = 1\ncommand a --b", "key a.b = 2\ncommand a --b") == ["key a.b = 1"]
+    assert (
+        broken("key data.boxes.flip = 1\ncommand environment --json", "key data.detection.flip = 1\ncommand env --json")
+        == []
+    )
 
 
 def test_the_page_lists_what_is_public(page: Callable[[Path], Any]) -> None:
