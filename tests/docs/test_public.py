@@ -94,6 +94,21 @@ def test_a_call_that_fitted_a_release_still_fits(now: str, kept: bool) -> None:
     )
 
 
+def test_changes_since_the_last_minor_version_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    promises = runpy.run_path(str(ROOT / "scripts" / "public"))["broken_promises"]
+    for name in ("ROOT", "RELEASES"):
+        monkeypatch.setitem(promises.__globals__, name, tmp_path)
+    for version in ("0.0.1", "0.1.0", paceline.__version__):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "public.txt").write_text("key a.b = 1\n")
+    for line, broken in (
+        ("- `a.b` is 2.", [paceline.__version__]),
+        ("- `a.b.c` is 2.", ["0.1.0", paceline.__version__]),
+    ):
+        (tmp_path / "CHANGELOG.md").write_text(f"\n## [{paceline.__version__}]\n{line}\n## [0.1.0]\n- `a.b`\n")
+        assert [each.split()[0] for each in promises("key a.b = 2\n")] == broken
+
+
 def test_the_page_lists_what_is_public(page: Callable[[Path], Any]) -> None:
     prose = page(ROOT / "docs" / "stability.md").prose
     assert [name for name in (*paceline.__all__, *MODULES) if f"`{name}`" not in prose] == []
