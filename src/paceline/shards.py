@@ -1,0 +1,136 @@
+"""A data set in many files (shards) for training in an order of a few files at a time."""
+
+from __future__ import annotations
+
+import glob
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.data.shard_order import ShardSizes
+from paceline.data.shards.formats import FORMATS, Rows, open_shard
+from paceline.data.shards.index import count_samples
+from paceline.errors import DataError, data_error
+from paceline.parsing.arguments import folder, whole
+from paceline.parsing.files import SkippedItems, has_extension, list_files
+
+
+class Shards:
+    """The samples in a folder of tars, JSON lines, parquet or MDS files, with ``len()`` and ``[i]``.
+
+    :class:`paceline.Loop` and :func:`paceline.fit` read such a data set a window of shards at a time: shards are
+    permuted, and then the samples within each ``window`` consecutive ones. The order is a pure function of (seed,
+    epoch, position), whatever the ranks and workers, and resumes without any state. A larger window mixes better, and
+    reads from more files at once.
+
+    Samples are numbered through the shards in the order of their names. A sample of
+
+    - a tar (WebDataset) is a dict of bytes by ending, such as ``jpg`` and ``cls``, with its name as ``__key__``;
+    - ``.jsonl`` is the value of its line;
+    - parquet and MDS is a dict by column.
+
+    The number of samples in each file is counted once, and kept in the user's cache until the file changes.
+
+    Args:
+        path: A folder, also with subfolders; a pattern (``"corpus/train-*.tar"``); or a list of files.
+        decode: Makes what ``[i]`` returns of a sample.
+        window: Shards whose samples are mixed with one another.
+        skip_damaged: Whether to leave out shards that cannot be read; they are named in ``left_out``.
+
+    Attributes:
+        paths: The shards that have samples.
+        left_out: A sentence for each damaged shard, and each kind of file that is not read.
+        shard_sizes: How many samples each has, and the window. A data set of your own with this attribute is read in
+            the same way.
+
+    Raises:
+        DataError: If there are no shards, or one is damaged.
+
+    Example:
+        >>> corpus = Shards("corpus", decode=lambda sample: tokenize(sample["text"]), window=8)
+        >>> loop = paceline.Loop("runs/corpus", corpus, batch_size=64, epochs=1)
+    """
+
+    def __init__(
+        self,
+        path: str | Path | list[str] | list[Path],
+        *,
+        decode: Callable[[Any], Any] | None = None,
+        window: int = 16,
+        skip_damaged: bool = False,
+    ) -> None:
+        skipped, damaged = SkippedItems(), list[str]()
+        paths = _files(path, skipped)
+
+        def on_damaged(error: DataError) -> None:
+            if not skip_damaged:
+                raise error
+            damaged.append(str(error))
+
+        counts = count_samples(paths, on_damaged)
+        if not counts.any():
+            raise data_error(paths[0], f"and {len(paths) - 1} other shards hold no samples: correct the path.")
+        self.paths = [each for each, count in zip(paths, counts, strict=True) if count]
+        self.shard_sizes = ShardSizes(sizes=counts[counts > 0], window=whole("window", window, 1))
+        self.left_out = (*damaged, *skipped.summaries())
+        self._decode = decode
+        self._opened: OrderedDict[int, Rows] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self.shard_sizes.ends[-1])
+
+    def __getitem__(self, sample: int) -> Any:
+        """Return a sample; raises DataError if its shard is damaged, or has changed."""
+        if not -len(self) <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self):,}")
+        shard, row = self.shard_sizes.locate(sample % len(self))
+        read = self._rows(shard)[row]
+        return read if self._decode is None else self._decode(read)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker process needs: open files stay in this one."""
+        return {**self.__dict__, "_opened": OrderedDict()}
+
+    def __repr__(self) -> str:
+        sizes = self.shard_sizes
+        share = min(1.0, sizes.window * float(np.mean(sizes.sizes)) / len(self))
+        return (
+            f"Shards({len(self.paths):,} files, {len(self):,} samples, mixed within windows of {sizes.window} files "
+            f"({share:.1%} of an epoch))"
+        )
+
+    def _rows(self, shard: int) -> Rows:
+        if shard not in self._opened:
+            rows, path = open_shard(self.paths[shard]), self.paths[shard]
+            if len(rows) != self.shard_sizes.sizes[shard]:
+                raise data_error(path, "has changed since the data set was opened: start again.")
+            # Two windows meet within a batch, and loader processes read batches ahead.
+            while len(self._opened) >= 2 * self.shard_sizes.window:
+                self._opened.popitem(last=False)
+            self._opened[shard] = rows
+        self._opened.move_to_end(shard)
+        return self._opened[shard]
+
+
+def _files(path: str | Path | list[str] | list[Path], skipped: SkippedItems) -> list[Path]:
+    """Return the shards of a folder, a pattern or a list, by name."""
+    if isinstance(path, list):
+        found = [folder("path", each) for each in path]
+    else:
+        root = folder("path", path)
+        if root.is_dir():
+            found = [root / each for each in list_files(root, skipped)]
+        else:
+            found = [root] if root.exists() else [Path(each) for each in glob.glob(str(root))]
+    shards = sorted(each for each in found if has_extension(each.name, FORMATS))
+    for each in found:
+        if not has_extension(each.name, FORMATS) and each.name != "index.json":
+            skipped.add("files that are not shards", each.name)
+    if not shards:
+        raise data_error(
+            str(path), f"has no files that end in {', '.join(f'.{each}' for each in FORMATS)}: correct the path."
+        )
+    return shards
