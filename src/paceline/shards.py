@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import os
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from paceline.data.disk_cache import stamp_of
 from paceline.data.shard_order import ShardSizes
-from paceline.data.shards.formats import FORMATS, Rows, open_shard
+from paceline.data.shards.formats import FORMATS, Place, Rows, open_shard
 from paceline.data.shards.index import count_samples
-from paceline.errors import DataError, data_error
+from paceline.errors import DataError, StorageError, data_error
 from paceline.parsing.arguments import folder, whole
 from paceline.parsing.files import SkippedItems, has_extension, list_files
+from paceline.storage.addresses import is_address
+from paceline.storage.file_cache import FileCache
+from paceline.storage.remote import run_concurrently
 
 
 class Shards:
@@ -35,13 +42,14 @@ class Shards:
     The number of samples in each file is counted once, and kept in the user's cache until the file changes.
 
     Args:
-        path: A folder, also with subfolders; a pattern (``"corpus/train-*.tar"``); or a list of files.
+        path: A folder, also with subfolders; a pattern (``"corpus/train-*.tar"``); a list of files; or an address
+            (``s3://bucket/corpus``), whose files are copied when they are needed, and deleted when space runs out.
         decode: Makes what ``[i]`` returns of a sample.
         window: Shards whose samples are mixed with one another.
         skip_damaged: Whether to leave out shards that cannot be read; they are named in ``left_out``.
 
     Attributes:
-        paths: The shards that have samples.
+        names: The shards that have samples.
         left_out: A sentence for each damaged shard, and each kind of file that is not read.
         shard_sizes: How many samples each has, and the window. A data set of your own with this attribute is read in
             the same way.
@@ -63,18 +71,26 @@ class Shards:
         skip_damaged: bool = False,
     ) -> None:
         skipped, damaged = SkippedItems(), list[str]()
-        paths = _files(path, skipped)
+        self._place = FileCache.of(path) if isinstance(path, str) and is_address(path) else _Files.of(path, skipped)
+        names = sorted(each for each in self._place.names if has_extension(each, FORMATS))
+        for each in self._place.names:
+            if not has_extension(each, FORMATS) and each.rpartition("/")[2] != "index.json":
+                skipped.add("files that are not shards", each)
+        if not names:
+            endings = ", ".join(f".{each}" for each in FORMATS)
+            raise data_error(str(path), f"has no files that end in {endings}: correct the path.")
 
         def on_damaged(error: DataError) -> None:
             if not skip_damaged:
                 raise error
             damaged.append(str(error))
 
-        counts = count_samples(paths, on_damaged)
+        counts = count_samples(self._place, names, on_damaged)
         if not counts.any():
-            raise data_error(paths[0], f"and {len(paths) - 1} other shards hold no samples: correct the path.")
-        self.paths = [each for each, count in zip(paths, counts, strict=True) if count]
-        self.shard_sizes = ShardSizes(sizes=counts[counts > 0], window=whole("window", window, 1))
+            raise data_error(str(path), f"has {len(names)} shards without any sample: correct the path.")
+        self.names = [each for each, count in zip(names, counts, strict=True) if count]
+        fetch = self._fetch if isinstance(self._place, FileCache) else None
+        self.shard_sizes = ShardSizes(sizes=counts[counts > 0], window=whole("window", window, 1), fetch=fetch)
         self.left_out = (*damaged, *skipped.summaries())
         self._decode = decode
         self._opened: OrderedDict[int, Rows] = OrderedDict()
@@ -98,15 +114,20 @@ class Shards:
         sizes = self.shard_sizes
         share = min(1.0, sizes.window * float(np.mean(sizes.sizes)) / len(self))
         return (
-            f"Shards({len(self.paths):,} files, {len(self):,} samples, mixed within windows of {sizes.window} files "
+            f"Shards({len(self.names):,} files, {len(self):,} samples, mixed within windows of {sizes.window} files "
             f"({share:.1%} of an epoch))"
         )
 
+    def _fetch(self, shards: list[int]) -> None:
+        """Fetch shards before they are read; an error is raised by whoever reads them."""
+        with contextlib.suppress(StorageError):
+            run_concurrently(lambda shard: self._place.local(self.names[shard]), shards, threads=4, name="shards")
+
     def _rows(self, shard: int) -> Rows:
         if shard not in self._opened:
-            rows, path = open_shard(self.paths[shard]), self.paths[shard]
+            rows = open_shard(self._place, self.names[shard])
             if len(rows) != self.shard_sizes.sizes[shard]:
-                raise data_error(path, "has changed since the data set was opened: start again.")
+                raise data_error(self.names[shard], "has changed since the data set was opened: start again.")
             # Two windows meet within a batch, and loader processes read batches ahead.
             while len(self._opened) >= 2 * self.shard_sizes.window:
                 self._opened.popitem(last=False)
@@ -115,22 +136,27 @@ class Shards:
         return self._opened[shard]
 
 
-def _files(path: str | Path | list[str] | list[Path], skipped: SkippedItems) -> list[Path]:
-    """Return the shards of a folder, a pattern or a list, by name."""
-    if isinstance(path, list):
-        found = [folder("path", each) for each in path]
-    else:
+@dataclass
+class _Files:
+    """Shards on a disk of this host."""
+
+    root: Path
+    names: list[str]
+
+    @classmethod
+    def of(cls, path: str | Path | list[str] | list[Path], skipped: SkippedItems) -> Place:
+        if isinstance(path, list):
+            return cls(Path(), [os.path.abspath(folder("path", each)) for each in path])
         root = folder("path", path)
         if root.is_dir():
-            found = [root / each for each in list_files(root, skipped)]
-        else:
-            found = [root] if root.exists() else [Path(each) for each in glob.glob(str(root))]
-    shards = sorted(each for each in found if has_extension(each.name, FORMATS))
-    for each in found:
-        if not has_extension(each.name, FORMATS) and each.name != "index.json":
-            skipped.add("files that are not shards", each.name)
-    if not shards:
-        raise data_error(
-            str(path), f"has no files that end in {', '.join(f'.{each}' for each in FORMATS)}: correct the path."
-        )
-    return shards
+            return cls(root.resolve(), list_files(root, skipped))
+        return cls(Path(), [str(root.resolve())] if root.exists() else glob.glob(os.path.abspath(root)))
+
+    def stamp(self, name: str) -> tuple[int, ...]:
+        try:
+            return stamp_of(self.root / name)
+        except OSError as error:
+            raise data_error(name, f"cannot be read ({error.strerror}): restore it.") from error
+
+    def local(self, name: str) -> Path:
+        return self.root / name

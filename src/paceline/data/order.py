@@ -269,13 +269,29 @@ class StepGeometry:
 
     def stream(self, first_step: int, last_step: int, world: World) -> Iterator[SampleSlice]:
         """Yield one process's micro-batches for steps ``first_step`` to ``last_step`` (excluded), across epochs."""
-        begun = -1
+        begun, fetched = -1, (-1, -1)
         for step in range(first_step, last_step):
+            fetched = self._fetch_ahead(step, fetched)
             yield from self.slices(step, world)
             epoch, _ = self.epochs.locate(step)
             if epoch != begun:
                 begun = epoch
                 self._order_ahead(epoch + 1, last_step)
+
+    def _fetch_ahead(self, step: int, fetched: tuple[int, int]) -> tuple[int, int]:
+        """Where a step begins a window of shards, fetch the next one; returns the epoch and window that are here."""
+        if self.shards is None or self.shards.fetch is None:
+            return fetched
+        epoch, position = self.epochs.locate(step)
+        order = _shard_order(self.seed, epoch, self.shards)
+        window = order.window_at(position * self.epochs.phase_at(step).global_batch_size)
+        if (epoch, window) != fetched:
+            size = self.shards.window
+            after = order.shards[(window + 1) * size : (window + 2) * size]
+            if not len(after):
+                after = _shard_order(self.seed, epoch + 1, self.shards).shards[:size]
+            threading.Thread(target=self.shards.fetch, args=(after.tolist(),), name="shards ahead", daemon=True).start()
+        return epoch, window
 
     def _order_ahead(self, epoch: int, last_step: int) -> None:
         """Compute a long epoch's order in advance: sorting a million samples takes longer than some steps."""

@@ -8,6 +8,7 @@ with the number of shards, not of samples, and there is no buffer whose state a 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -28,10 +29,12 @@ class ShardSizes:
     Attributes:
         sizes: Samples in each shard, int64 [shards], all above 0.
         window: Shards whose samples are mixed with one another.
+        fetch: Called in a thread with shards that are about to be read; None: they are here.
     """
 
     sizes: NDArray[np.int64]
     window: int
+    fetch: Callable[[list[int]], None] | None = None
 
     @property
     def facts(self) -> dict[str, int | str]:
@@ -81,13 +84,17 @@ class ShardOrder:
         begin, end, _ = places.indices(len(self))
         found = [np.empty(0, dtype=np.int64)]
         while begin < end:
-            window = int(np.searchsorted(self._windows, begin, side="right")) - 1
+            window = self.window_at(begin)
             first, after = self._windows[window : window + 2].tolist()
             until = min(end, after)
             mixed = first + self._mixed(window)[begin - first : until - first]
             found.append(mixed + self._moved[np.searchsorted(self._ends, mixed, side="right")])
             begin = until
         return np.concatenate(found)
+
+    def window_at(self, place: int) -> int:
+        """Return the window in which a place of the epoch lies."""
+        return int(np.searchsorted(self._windows, place, side="right")) - 1
 
     def _mixed_window(self, window: int) -> KeyedOrder:
         samples = int(self._windows[window + 1] - self._windows[window])

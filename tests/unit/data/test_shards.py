@@ -121,7 +121,7 @@ def test_counts_are_kept_until_a_file_changes_also_after_a_torn_line(
         write_lines(path, SAMPLES[:2])
     assert len(Shards(tmp_path)) == 6
     opened: list[str] = []
-    monkeypatch.setattr(index, "open_shard", lambda path: opened.append(path.name) or SAMPLES)
+    monkeypatch.setattr(index, "open_shard", lambda _, name: opened.append(name) or SAMPLES)
     assert len(Shards(tmp_path)) == 6
     assert opened == []
     (memory,) = cache.rglob("shards-*.jsonl")

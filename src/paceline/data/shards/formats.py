@@ -25,6 +25,23 @@ _BLOCK = 2**24
 _BLANK = (b"", b"\r")
 
 
+class Place(Protocol):
+    """Where shards are: a folder, or an address with copies of some of its files here."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all files, with subfolders."""
+        ...
+
+    def stamp(self, name: str) -> tuple[Any, ...]:
+        """Return what changes with a file."""
+        ...
+
+    def local(self, name: str) -> Path:
+        """Return a file's path on this host; fetches it if missing."""
+        ...
+
+
 class Rows(Protocol):
     """The samples of an open shard."""
 
@@ -130,8 +147,8 @@ class MdsSamples:
     a fixed one (uint32), and their bytes.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._columns = path, _mds_columns(path)
+    def __init__(self, path: Path, columns: list[tuple[str, Callable[[bytes], Any], int | None]]) -> None:
+        self._path, self._columns = path, columns
         with path.open("rb") as stream:
             self._content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         (count,) = np.frombuffer(self._content, "<u4", 1).tolist()
@@ -177,42 +194,42 @@ _MDS_KINDS: Mapping[str, Callable[[bytes], Any]] = {
 }
 
 
-def _mds_columns(path: Path) -> list[tuple[str, Callable[[bytes], Any], int | None]]:
-    """Return each column's name, how it is read, and its size in bytes if all samples have the same."""
-    index = path.with_name("index.json")
+def _mds(place: Place, name: str, path: Path) -> MdsSamples:
+    """Open a shard by the index of its folder, which has each column's name, kind, and size if all have the same."""
+    folder, slash, last = name.rpartition("/")
     try:
-        shard = next(
-            each for each in load_json(index.read_bytes())["shards"] if each["raw_data"]["basename"] == path.name
-        )
+        shards = load_json(place.local(f"{folder}{slash}index.json").read_bytes())["shards"]
+        shard = next(each for each in shards if each["raw_data"]["basename"] == last)
         named = list(zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True))
     except (OSError, ValueError, LookupError, TypeError, StopIteration) as error:
-        raise data_error(index, f"does not describe {path.name!r} ({error!r}): copy the whole folder again.") from error
-    for name, kind, _ in named:
+        raise data_error(name, f"is not described by an index.json beside it ({error!r}): copy all again.") from error
+    for column, kind, _ in named:
         if kind not in _MDS_KINDS:
             known = ", ".join(_MDS_KINDS)
-            raise data_error(path, f"has column {name!r} of kind {kind!r}; write it as one of {known}.")
-    return [(name, _MDS_KINDS[kind], size) for name, kind, size in named]
+            raise data_error(path, f"has column {column!r} of kind {kind!r}; write it as one of {known}.")
+    return MdsSamples(path, [(column, _MDS_KINDS[kind], size) for column, kind, size in named])
 
 
-FORMATS: Mapping[str, Callable[[Path], Rows]] = {
-    "jsonl": JsonLines,
-    "mds": MdsSamples,
-    "ndjson": JsonLines,
-    "parquet": ParquetRows,
-    "tar": TarMembers,
+FORMATS: Mapping[str, Callable[[Place, str, Path], Rows]] = {
+    "jsonl": lambda _place, _name, path: JsonLines(path),
+    "mds": _mds,
+    "ndjson": lambda _place, _name, path: JsonLines(path),
+    "parquet": lambda _place, _name, path: ParquetRows(path),
+    "tar": lambda _place, _name, path: TarMembers(path),
 }
 """How a shard is opened, by the ending of its name."""
 
 
-def open_shard(path: Path) -> Rows:
+def open_shard(place: Place, name: str) -> Rows:
     """Open a shard.
 
     Raises:
         DataError: If it is missing or damaged.
+        StorageError: If it cannot be fetched.
     """
+    path = place.local(name)
     try:
-        return FORMATS[path.suffix[1:].lower()](path)
+        return FORMATS[path.suffix[1:].lower()](place, name, path)
     except (OSError, ValueError) as error:  # an empty file has nothing to map
-        raise data_error(
-            path, f"cannot be read ({getattr(error, 'strerror', None) or error}): copy it again."
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise data_error(path, f"cannot be read ({reason}): copy it again.") from error
