@@ -1,6 +1,6 @@
 # train   the first run: digits, on whatever this machine has
 # test    checks, then tests; THOROUGH=1 for all of them, THOROUGH=quarter for what CI runs
-# docs    the pages of docs/ as a site in site/, with the Python interface and every command; loads nothing from elsewhere
+# docs    the pages of docs/ as a site in site/VERSION, with the Python interface and every command; loads nothing from elsewhere
 # labs    the course: writes lab 1 into course/ (once) and opens it in Jupyter, which also prints its URL
 # .venv   the environment only; built again whenever pyproject.toml, constraints.txt or compiled code changes
 

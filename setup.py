@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the optional decoder of JPEG files, written in C.
+"""What pyproject.toml cannot say: the optional decoder of JPEG files, written in C, and links that lead out of README.
 
 Built where a compiler and the headers of libjpeg-turbo 2.1 or newer are there (Debian: ``apt install gcc
 libjpeg-dev``), for all versions of Python from 3.11 on.
@@ -6,7 +6,10 @@ If it cannot be built, Paceline installs without it, and Pillow decodes. PACELIN
 """
 
 import os
+import re
 import sysconfig
+import tomllib
+from pathlib import Path
 
 from setuptools import Extension, setup
 
@@ -23,8 +26,25 @@ DECODER = Extension(
     py_limited_api=LIMITED,
     optional=True,
 )
+PROJECT = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
+REPOSITORY = PROJECT["tool"]["paceline"]["repository"]
+
+
+def absolute(match: re.Match[str]) -> str:
+    """Return a link of README as an index needs it: to the file of this version, as it is if it is a picture."""
+    place = "raw" if match[1].endswith((".png", ".svg")) else "blob"
+    return f"]({REPOSITORY}/{place}/v{PROJECT['project']['version']}/{match[1]})"
+
 
 setup(
+    long_description=re.sub(r"\]\((?![a-z]+:|#)([^)]+)\)", absolute, Path("README.md").read_text(encoding="utf-8")),
+    long_description_content_type="text/markdown",
+    project_urls={
+        "Repository": REPOSITORY,
+        "Issues": f"{REPOSITORY}/issues",
+        "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+        "Security": f"{REPOSITORY}/blob/main/SECURITY.md",
+    },
     ext_modules=[] if os.environ.get("PACELINE_PURE") else [DECODER],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED and not os.environ.get("PACELINE_PURE") else {},
 )

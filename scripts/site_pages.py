@@ -2,10 +2,12 @@
 
 Generated pages: the commands (their `--help`), the Python interface (`dir(paceline)`), and whatever outside `docs/`
 a page links to, shown unchanged. The search leaves out the landing page, and pages for those who change the code.
+Each version has a folder, and the others' are kept: index.html leads to the newest, versions.json lists all.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
@@ -27,7 +29,16 @@ from paceline.plugins.registry import built_in
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-SHOWN_AS_CODE = {".py": "python", ".yaml": "yaml", ".json": "json", ".txt": "text", ".toml": "toml", "": "text"}
+SHOWN_AS_CODE = {
+    ".py": "python",
+    ".ipynb": "json",
+    ".sh": "bash",
+    ".yaml": "yaml",
+    ".json": "json",
+    ".txt": "text",
+    ".toml": "toml",
+    "": "text",
+}
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _ROLE = re.compile(r":(?:meth|class|func|attr|data|mod):(<code>)~?")
@@ -37,11 +48,26 @@ _UNSEARCHED = ("index.md", "tour.md", "decisions/", "repository/")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """List every decision at the end of the navigation."""
+    """List every decision at the end of the navigation; write to the folder of this version."""
+    config.site_dir = os.path.join(config.site_dir, paceline.__version__)
     assert config.nav is not None
     decisions = next(entry["Decisions"] for entry in config.nav[-1]["Project"] if "Decisions" in entry)
     decisions.extend(path.relative_to(DOCS).as_posix() for path in sorted((DOCS / "decisions").glob("0*.md")))
     return config
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Lead to the newest version, and list all for the theme's menu."""
+    site = Path(config.site_dir).parent
+    found = [each.name for each in site.iterdir() if re.fullmatch(r"\d+\.\d+\.\d+", each.name)]
+    found.sort(key=lambda name: [int(part) for part in name.split(".")], reverse=True)
+    listed = [{"version": name, "title": name, "aliases": []} for name in found]
+    (site / "versions.json").write_text(json.dumps(listed), encoding="utf-8")
+    links = "".join(f'<li><a href="{name}/index.html">{name}</a></li>\n' for name in found)
+    head = '<!doctype html>\n<html lang="en">\n<meta charset="utf-8"><title>Paceline</title>\n'
+    lead = f'<meta http-equiv="refresh" content="0; url={found[0]}/index.html">\n'
+    page = f"{head}{lead}<ul>\n{links}</ul>\n</html>\n"
+    (site / "index.html").write_text(page, encoding="utf-8")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

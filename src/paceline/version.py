@@ -1,3 +1,3 @@
 """The version, apart from the package, which loads everything else."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

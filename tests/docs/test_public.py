@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -66,6 +67,46 @@ def test_signatures_and_types_are_as_written_down() -> None:
     words = [sys.executable, str(ROOT / "scripts" / "public"), "--check"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("now", "kept"),
+    [
+        ("f(a, b: int = 2, *, c: str, d=<factory>, **others) -> int", True),
+        ("f(a, b=1, c=2)", True),
+        ("f(b=1, a=1, *, c=2)", False),
+        ("f(a, *, b=1, c=2)", False),
+        ("f(a, b, *, c)", False),
+        ("f(a, b=1, *, c, d)", False),
+        ("f(a, b=1)", False),
+        ("g(a, b=1, *, c)", False),
+        ("f: property", False),
+    ],
+)
+def test_a_call_that_fitted_a_release_still_fits(now: str, kept: bool) -> None:
+    broken = runpy.run_path(str(ROOT / "scripts" / "public"))["broken"]
+    line = "f(a, b=1, *, c)"
+    assert broken(line, now) == ([] if kept else [line])
+    assert broken("key a.b = 1\ncommand a --b", "key a.b = 2\ncommand a --b") == ["key a.b = 1"]
+    assert (
+        broken("key data.boxes.flip = 1\ncommand environment --json", "key data.detection.flip = 1\ncommand env --json")
+        == []
+    )
+
+
+def test_changes_since_the_last_minor_version_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    promises = runpy.run_path(str(ROOT / "scripts" / "public"))["broken_promises"]
+    for name in ("ROOT", "RELEASES"):
+        monkeypatch.setitem(promises.__globals__, name, tmp_path)
+    for version in ("0.0.1", "0.1.0", paceline.__version__):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "public.txt").write_text("key a.b = 1\n")
+    for line, broken in (
+        ("- `a.b` is 2.", [paceline.__version__]),
+        ("- `a.b.c` is 2.", ["0.1.0", paceline.__version__]),
+    ):
+        (tmp_path / "CHANGELOG.md").write_text(f"\n## [{paceline.__version__}]\n{line}\n## [0.1.0]\n- `a.b`\n")
+        assert [each.split()[0] for each in promises("key a.b = 2\n")] == broken
 
 
 def test_the_page_lists_what_is_public(page: Callable[[Path], Any]) -> None:

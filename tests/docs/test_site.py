@@ -50,13 +50,14 @@ class Addresses(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
+    (folder / "0.1.9").mkdir()
     # Where a link leads nowhere, or to no place in its page, mkdocs warns, and fails.
     words = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     own = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(words, cwd=ROOT, env=own, capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WARNING" not in done.stderr, done.stderr
-    return folder
+    return folder / paceline.__version__
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,12 @@ def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Addresse
     for style in site.rglob("*.css"):
         fetched = re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//[^'\")]+", style.read_text(encoding="utf-8"))
         assert fetched == [], style
+
+
+def test_the_first_page_leads_to_the_newest_version(site: Path) -> None:
+    assert f'url={paceline.__version__}/index.html"' in (site.parent / "index.html").read_text(encoding="utf-8")
+    listed = json.loads((site.parent / "versions.json").read_text(encoding="utf-8"))
+    assert [each["version"] for each in listed] == [paceline.__version__, "0.1.9"]
 
 
 def test_every_page_command_and_public_name_is_there(pages: dict[Path, Addresses], site: Path) -> None:

@@ -112,6 +112,8 @@ def test_the_wheel_holds_the_package_its_recipes_pages_and_the_licence(built: Bu
     about = {name for name in built.in_wheel if name.startswith(f"{described}/")}
     assert built.in_wheel == needed | compiled | about, "nothing that is not needed to run"
     assert not any(name.endswith(".c") for name in compiled)
+    with zipfile.ZipFile(built.wheel) as zipped:
+        assert b"](docs/" not in zipped.read(f"{described}/METADATA"), "an index has no files beside the description"
 
 
 def test_the_decoder_is_in_the_wheel_where_it_can_be_compiled(built: Built) -> None:
@@ -163,7 +165,7 @@ def test_two_builds_give_the_same_bytes_and_an_index_takes_them(tmp_path: Path) 
     )
     assert first == second
     assert sorted(name.split("-", 2)[-1].partition("_2")[0] for name in first) == [
-        "0.1.0.tar.gz",
+        f"{paceline.__version__}.tar.gz",
         "cp311-abi3-manylinux2014_x86_64.manylinux",
         "py3-none-any.whl",
     ]
