@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from paceline.data.order import StepGeometry
+from paceline.data.shard_order import ShardSizes
 from paceline.distributed.current import current_world
 from paceline.errors import CheckpointError, DataError
 from paceline.parsing.arguments import checked_step, whole
@@ -42,6 +43,7 @@ class BatchOrder(BatchSampler):
         rank: This process; by default that of ``torch.distributed``, else of the environment (``RANK``), else 0.
         world_size: Number of processes; by default as for ``rank`` (``WORLD_SIZE``), else 1.
         drop_last: Whether to leave out the last batch of an epoch if it is incomplete.
+        shards: ``shard_sizes`` of :class:`~paceline.shards.Shards`, to read a few files at a time.
 
     Attributes:
         step: Batches used so far; counted by the loop.
@@ -71,6 +73,7 @@ class BatchOrder(BatchSampler):
         rank: int | None = None,
         world_size: int | None = None,
         drop_last: bool = False,
+        shards: ShardSizes | None = None,
     ) -> None:
         self._given = rank, world_size
         self._world = current_world(rank, world_size)
@@ -95,8 +98,18 @@ class BatchOrder(BatchSampler):
             )
         if self.world_size == 1:
             self.batch_size = self._batch_size  # for libraries that share batches among ranks
+        if shards is not None and shards.ends[-1] != self.samples:
+            raise DataError(
+                f"samples={samples}, but the shards have {shards.ends[-1]}: give the same.",
+                key="samples",
+                value=samples,
+            )
         self._geometry = StepGeometry(
-            seed=self.seed, samples=self.samples, global_batch_size=self._batch_size, logical_ranks=self.world_size
+            seed=self.seed,
+            samples=self.samples,
+            global_batch_size=self._batch_size,
+            logical_ranks=self.world_size,
+            shards=shards,
         )
         self._expect_from(0)
 

@@ -22,7 +22,7 @@ from paceline.reports.audit import audit_run
 
 PROGRAMS = Path(__file__).parent / "programs"
 SOURCES = Path(__file__).parents[2] / "src"
-NAMES = ("gan", "two_sets", "contrastive", "ddp_by_hand", "accelerated")
+NAMES = ("gan", "two_sets", "contrastive", "ddp_by_hand", "accelerated", "shards")
 SECONDS = 280
 
 
@@ -151,7 +151,8 @@ def test_a_killed_loop_ends_with_the_same_bits(ranks: int, undisturbed: Any, run
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("name", "ranks"), [*((name, 1) for name in NAMES), ("gan", 2), ("ddp_by_hand", 2), ("accelerated", 3)]
+    ("name", "ranks"),
+    [*((name, 1) for name in NAMES), ("gan", 2), ("ddp_by_hand", 2), ("accelerated", 3), ("shards", 2)],
 )
 def test_killed_again_and_again_a_loop_ends_with_the_same_bits(
     name: str, ranks: int, undisturbed: Any, runs: Path

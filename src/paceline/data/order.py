@@ -28,6 +28,7 @@ from paceline.data.balance import (
 )
 from paceline.data.class_sampling import ClassDraws, sampled_order
 from paceline.data.keyed_order import KeyedOrder
+from paceline.data.shard_order import ShardOrder, ShardSizes
 from paceline.data.slices import SampleIds, SampleShapes, SampleSlice, SampleWeights, even_bounds
 from paceline.host.world import World
 from paceline.plan.epochs import SORTED_AT_MOST, Epochs
@@ -60,6 +61,7 @@ def epoch_order(seed: int, epoch: int, samples: int, repeats: int = 1) -> Sample
 
 
 _keyed_order = lru_cache(maxsize=2)(KeyedOrder)
+_shard_order = lru_cache(maxsize=2)(ShardOrder)
 
 
 @lru_cache(maxsize=2)
@@ -103,6 +105,7 @@ class StepGeometry:
         class_weights: Class weight of each sample in the loss, float64 [samples]; None: all equal. It does not affect
             micro-batch weights and BatchNorm statistics.
         draws: Sampling with replacement; None: each sample is used once per epoch.
+        shards: The files that samples are read from a few at a time; None: in any order.
         balanced: Whether to balance the cost of steps and micro-batches for samples of unequal length.
     """
 
@@ -116,6 +119,7 @@ class StepGeometry:
     weights: SampleWeights | None = field(default=None, repr=False, compare=False)
     lengths: SampleLengths | None = field(default=None, repr=False, compare=False)
     sizes: NDArray[np.int64] | None = field(default=None, repr=False, compare=False)
+    shards: ShardSizes | None = field(default=None, repr=False, compare=False)
     balanced: bool = True
     sort_key: NDArray[Any] | None = field(default=None, repr=False, compare=False)
     class_weights: NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
@@ -229,7 +233,9 @@ class StepGeometry:
     def _ids(self, keys: SampleIds) -> SampleIds:
         return keys if self.draws is None else keys % self.samples
 
-    def _order(self, epoch: int) -> SampleIds | KeyedOrder:
+    def _order(self, epoch: int) -> SampleIds | KeyedOrder | ShardOrder:
+        if self.shards is not None:
+            return _shard_order(self.seed, epoch, self.shards)
         if self.draws is not None:
             return sampled_order(self.seed, epoch, self.draws, self.repeats)
         if self._balances is None and self.samples > SORTED_AT_MOST:
@@ -258,18 +264,34 @@ class StepGeometry:
     @property
     def _balances(self) -> SampleLengths | None:
         """Return the lengths used for balancing, if any; repeated samples stay together."""
-        balances = self.balanced and self.repeats == 1 and self.draws is None
+        balances = self.balanced and self.repeats == 1 and self.draws is None and self.shards is None
         return self.lengths if balances and self.lengths is not None and self.lengths.is_ragged else None
 
     def stream(self, first_step: int, last_step: int, world: World) -> Iterator[SampleSlice]:
         """Yield one process's micro-batches for steps ``first_step`` to ``last_step`` (excluded), across epochs."""
-        begun = -1
+        begun, fetched = -1, (-1, -1)
         for step in range(first_step, last_step):
+            fetched = self._fetch_ahead(step, fetched)
             yield from self.slices(step, world)
             epoch, _ = self.epochs.locate(step)
             if epoch != begun:
                 begun = epoch
                 self._order_ahead(epoch + 1, last_step)
+
+    def _fetch_ahead(self, step: int, fetched: tuple[int, int]) -> tuple[int, int]:
+        """Where a step begins a window of shards, fetch the next one; returns the epoch and window that are here."""
+        if self.shards is None or self.shards.fetch is None:
+            return fetched
+        epoch, position = self.epochs.locate(step)
+        order = _shard_order(self.seed, epoch, self.shards)
+        window = order.window_at(position * self.epochs.phase_at(step).global_batch_size)
+        if (epoch, window) != fetched:
+            size = self.shards.window
+            after = order.shards[(window + 1) * size : (window + 2) * size]
+            if not len(after):
+                after = _shard_order(self.seed, epoch + 1, self.shards).shards[:size]
+            threading.Thread(target=self.shards.fetch, args=(after.tolist(),), name="shards ahead", daemon=True).start()
+        return epoch, window
 
     def _order_ahead(self, epoch: int, last_step: int) -> None:
         """Compute a long epoch's order in advance: sorting a million samples takes longer than some steps."""

@@ -270,8 +270,9 @@ def _figures(tensor: Tensor) -> Tensor:
     values = tensor.detach()[:_FEW_SAMPLES].flatten(1) if tensor.ndim > 1 else tensor.detach()[:_SAMPLED, None]
     values = values[:, :: max(values.shape[1] // _SAMPLED, 1)].float()
     low, high = values.aminmax()
-    between = values.std(dim=0).mean() if len(values) > 1 else torch.full((), math.nan, device=values.device)
-    return torch.stack((values.mean(), values.std(), low, high, between))
+    unknown = torch.full((), math.nan, device=values.device)  # of one sample, or one number
+    between = values.std(dim=0).mean() if len(values) > 1 else unknown
+    return torch.stack((values.mean(), values.std() if values.numel() > 1 else unknown, low, high, between))
 
 
 def _block(row: list[float]) -> dict[str, float | int | None]:

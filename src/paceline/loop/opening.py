@@ -194,6 +194,7 @@ class LoopSubject(Subject):
             samples=len(samples),
             global_batch_size=given.batch_size,
             logical_ranks=self.world.world_size,
+            shards=samples.shards,
         )
         self._held_out: dict[str, tuple[Any, SampleStream]] = {}
         self.source = self.open_source(samples, training=True)
@@ -246,6 +247,8 @@ class LoopSubject(Subject):
     def _planned(self, samples: Samples) -> Plan:
         size, ranks = self.given.batch_size, self.world.world_size
         facts = {"task": OWN_LOOP, "samples": type(self.given.data).__name__, "workers": self.workers}
+        if samples.shards is not None:
+            facts["shards"] = samples.shards.facts
         with _naming_arguments():
             plan = make(
                 self.recipe,
@@ -291,6 +294,7 @@ class LoopSubject(Subject):
             ("seed", stored.get("seed"), self.recipe.seed),
             ("batch_size", plan["global_batch_size"], self.plan.global_batch_size),
             ("a data set of length", plan["train_samples"], self.plan.train_samples),
+            ("shards", plan["data"].get("shards"), self.plan.data.get("shards")),
         ):
             if before != now:
                 raise RunDirectoryError(

@@ -66,6 +66,7 @@ class RunDirectory:
         ledger: The folder of ledger files, one per rank.
         sample_lengths: Length of each training sample, if steps are balanced by length.
         sample_classes: Class of each training sample, if samples are drawn by class.
+        shard_sizes: Samples in each file, if they are read a few files at a time.
         confusion: The confusion matrix of the last evaluation.
         examples: Some samples of the last evaluation, with their predictions.
         details: Details of the last evaluation, if samples do not have one label each.
@@ -88,6 +89,7 @@ class RunDirectory:
     ledger = _RunPath("ledger")
     sample_lengths = _RunPath("sample_lengths.npy")
     sample_classes = _RunPath("sample_classes.npy")
+    shard_sizes = _RunPath("shard_sizes.npy")
     confusion = _RunPath("evaluation/confusion.json")
     examples = _RunPath("evaluation/examples.json")
     details = _RunPath("evaluation/details.json")

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from paceline.data.balance import SampleLengths
 from paceline.data.class_sampling import ClassDraws
 from paceline.data.order import StepGeometry
+from paceline.data.shard_order import ShardSizes
 from paceline.data.slices import SampleSlice
 from paceline.errors import RunDirectoryError
 from paceline.host.world import World
@@ -150,7 +151,7 @@ def audit_run(run_dir: Path) -> AuditResult:
         wrong = wrong_records(directory, None if identity is None else identity.id, steps=summary.step)
         objections += [f"{each}." for each in wrong]
         draws, over = _draws(directory, plan), geometry.epochs.completed(steps)
-        geometry = replace(geometry, draws=draws)
+        geometry = replace(geometry, draws=draws, shards=_shards(directory, plan))
         counted = count_epochs(
             *(directory.ledger, geometry.samples), epochs_over=over, order=geometry.ids_at, is_drawn=draws is not None
         )
@@ -218,7 +219,8 @@ def ledger_geometry(directory: RunDirectory) -> StepGeometry:
     """
     plan = read_plan_to_resume(directory)
     geometry = _geometry(plan, read_recipe(directory))
-    return replace(geometry, draws=_draws(directory, plan), lengths=_lengths(directory, plan))
+    lengths, shards = _lengths(directory, plan), _shards(directory, plan)
+    return replace(geometry, draws=_draws(directory, plan), lengths=lengths, shards=shards)
 
 
 def _lengths(directory: RunDirectory, plan: Mapping[str, Any]) -> SampleLengths | None:
@@ -237,6 +239,23 @@ def _lengths(directory: RunDirectory, plan: Mapping[str, Any]) -> SampleLengths 
             "be checked."
         )
     return lengths
+
+
+def _shards(directory: RunDirectory, plan: Mapping[str, Any]) -> ShardSizes | None:
+    """Return the files that samples are read from a few at a time, if they are.
+
+    Raises:
+        RunDirectoryError: If their sizes are missing or have changed.
+    """
+    facts = plan["data"].get("shards")
+    if facts is None:
+        return None
+    shards = ShardSizes(sizes=read_lengths(directory.shard_sizes), window=int(facts["window"]))
+    if shards.facts != facts:
+        raise RunDirectoryError(
+            f"'{directory.shard_sizes}' does not match the shards of the run: its sample order cannot be checked."
+        )
+    return shards
 
 
 def _draws(directory: RunDirectory, plan: Mapping[str, Any]) -> ClassDraws | None:

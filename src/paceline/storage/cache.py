@@ -94,7 +94,7 @@ class Cache:
         try:
             (self.root / "locks").mkdir(parents=True, exist_ok=True)
             self.copies.mkdir(exist_ok=True)
-            with _locked(self._lock(name), lambda: log(f"{address}: another process is copying it, waiting …")):
+            with locked(self._lock(name), lambda: log(f"{address}: another process is copying it, waiting …")):
                 copy = self.copies / name
                 if not _is_complete(copy, address, files):
                     shutil.rmtree(copy, ignore_errors=True)
@@ -115,7 +115,7 @@ class Cache:
         partial = self.copies / f"{_PARTIAL}{name}"
         size = _size(files)
         present = sum(_local_size(partial / remote.address.name / each) for each in files) if partial.exists() else 0
-        with _locked(self.root / "locks" / "evict", lambda: None):  # two processes would disturb each other
+        with locked(self.root / "locks" / "evict"):  # two processes would disturb each other
             self._make_room(size - present, keep=name, address=remote.address, total=size)
         _download(remote, files, partial / remote.address.name, log)
         if fingerprint(list_remote(remote)) != fingerprint(files):
@@ -258,7 +258,8 @@ def _mark_in_use(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+def locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold a lock that other processes of this host see; raises StorageError where there are none."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         try:

@@ -36,6 +36,8 @@ def read_facts(task: Task, recipe: Recipe, world: World) -> tuple[DataFacts, Tas
     # The class is part of the run's identity: weights of one task cannot be used for another.
     data = replace(data, description={"task": task_name(task), **data.description})
     classes, data = _class_facts(task, data)
+    if (shards := task.sample_shards()) is not None:
+        data = replace(data, description={**data.description, "shards": shards.facts})
     check_metrics(task)
     check_methods(task)
     _check_metric_names(task)
@@ -129,6 +131,7 @@ def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
         sizes=task.sample_sizes(),
         class_weights=np.array(plan.class_weights)[classes] if plan.class_weights else None,
         draws=draws_of(task),
+        shards=task.sample_shards(),
     )
 
 

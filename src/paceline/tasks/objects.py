@@ -25,6 +25,7 @@ from paceline.data.objects.keyed import KeyedReader
 from paceline.data.objects.purity import Reading, read_again
 from paceline.data.objects.samples import Samples
 from paceline.data.pipeline import Pipeline, Placement
+from paceline.data.shard_order import ShardSizes
 from paceline.data.slices import SampleWeights, evenly_spaced, first_samples, micro_batch
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError
 from paceline.host.world import World
@@ -106,6 +107,10 @@ class Fit(Task):
 
     def _divide(self, batch: Any) -> tuple[Nested, Nested]:
         return (batch, ()) if self._takes_model else divide(batch)
+
+    def sample_shards(self) -> ShardSizes | None:
+        """Return the files of the training samples, if ``train_set`` names them."""
+        return self._splits[True].shards
 
     def data_facts(self, world: World) -> DataFacts:
         """Read a few samples, and return how many there are."""

@@ -23,6 +23,7 @@ from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Nested
 from paceline.data.class_sampling import SampleClasses, weights_by_class
 from paceline.data.pipeline import Pipeline, Placement
+from paceline.data.shard_order import ShardSizes
 from paceline.data.slices import SampleIds, SampleWeights
 from paceline.errors import DataError, ModelError, RecipeError
 from paceline.host.world import World
@@ -144,6 +145,13 @@ class Task(ABC):
         if labels is None or requested is None or requested == "uniform":
             return ()
         return weights_by_class(key, requested, labels, self.description()["class_names"])
+
+    def sample_shards(self) -> ShardSizes | None:
+        """Return the files that training samples are read from a few at a time; None, the default: in any order.
+
+        Available after :meth:`data_facts`.
+        """
+        return None
 
     def sample_lengths(self) -> SampleLengths | None:
         """Return the length of each training sample, in tokens or another measure of cost; by default None.

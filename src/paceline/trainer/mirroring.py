@@ -225,7 +225,7 @@ def sendable_records(directory: RunDirectory) -> tuple[Mapping[str, int], tuple[
     """Return the flushed records of the current state: growing ones with their sizes, and small ones."""
     growing = [directory.events, *ledger_files(directory.ledger)]
     fixed = (directory.recipe, directory.identity, directory.plan, directory.environment)
-    small = (*fixed, directory.sample_lengths, directory.sample_classes)
+    small = (*fixed, directory.sample_lengths, directory.sample_classes, directory.shard_sizes)
     sizes = {str(each.relative_to(directory.root)): each.stat().st_size for each in growing if each.is_file()}
     return sizes, tuple(each.name for each in small if each.is_file())
 

@@ -292,6 +292,7 @@ _FIXED_DATA = {
     "digest": "the data of the run in {where} has changed since it started: other files, names or sizes; restore them",
     "content_digest": "images of the run in {where} have changed since it started, under the same names and sizes "
     "({pixels}): restore them",
+    "shards": "the run in {where} was started with the shards {before}, and here they are {now}; give the same",
     "teacher": "the run in {where} started with another teacher than {teacher} is now; give distillation.teacher the "
     "same weights, preferably a checkpoint file",
 }
@@ -419,6 +420,8 @@ def _save(directory: RunDirectory, request: ResumeRequest, decision: ResumeDecis
         write_lengths(directory.sample_lengths, geometry.lengths.tokens)
     if geometry.draws is not None:
         write_lengths(directory.sample_classes, geometry.draws.classes)
+    if geometry.shards is not None:
+        write_lengths(directory.shard_sizes, geometry.shards.sizes)
     write_json(directory.plan, request.plan.to_tree())
     write_json(directory.environment, capture_environment(request.device_facts))
     # Last of the files, since a directory counts as a run's as soon as its recipe is there; before it, a directory with
@@ -483,9 +486,9 @@ def _damage_of(directory: RunDirectory, path: Path) -> str | None:
 # Files that a launch killed early, or a batch job, may have left before there was a run.
 _OWN_FILES = (
     *("plan.json", "environment.json", "mirror.json", "run.json", ".lock"),
-    *("sample_lengths.npy", "sample_classes.npy"),
+    *("sample_lengths.npy", "sample_classes.npy", "shard_sizes.npy"),
 )
-_OWN_PREFIXES = (".writable-", ".plan", ".environment", ".sample_", ".recipe", ".mirror", ".run", "slurm-")
+_OWN_PREFIXES = (".writable-", ".plan", ".environment", ".sample_", ".shard_", ".recipe", ".mirror", ".run", "slurm-")
 
 
 def _start_new(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:

@@ -19,6 +19,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from paceline.data.shard_order import ShardSizes
 from paceline.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -36,16 +37,19 @@ class Samples:
         data: Gives a sample by its number; not called if there are ``columns``.
         count: Number of samples.
         columns: All samples by column, if they are held in memory.
+        shards: The files that they are read from a few at a time, if they are.
         collate: Makes a batch of a list of samples.
         batch_size: Batch size of the DataLoader that was given, if any.
         workers: Likewise, its loader processes.
-        left_out: Likewise, a sentence for each of its settings that a run does not follow.
+        left_out: A sentence for each setting of the DataLoader that a run does not follow, and each part of the data
+            that it does not use.
     """
 
     role: str
     data: Any
     count: int
     columns: Columns | None = None
+    shards: ShardSizes | None = None
     collate: Collate = default_collate
     batch_size: int | None = None
     workers: int | None = None
@@ -84,14 +88,21 @@ def take_apart(data: Any, role: str, collate: Collate | None = None) -> Samples:
         raise _refused(
             role,
             f"is {kind}, whose samples have no numbers, so that a resumed run could not find its place",
-            "give a data set with len() and [i], for example list(data) if it fits into memory",
+            "give one with len() and [i]: list(data) if it fits into memory, or paceline.shards.Shards for files",
         )
     columns = _columns(data, role)
     try:
         count = len(data)
     except Exception as error:  # whatever the program's own method raises
         raise _refused(role, f"has a len() that fails ({error})", "return the number of samples") from error
-    given = Samples(role=role, data=data, count=count, collate=collate or default_collate)
+    given = Samples(
+        role=role,
+        data=data,
+        count=count,
+        shards=(shards := _shards(data, count, role)),
+        collate=collate or default_collate,
+        left_out=() if shards is None else tuple(getattr(data, "left_out", ())),
+    )
     if columns is not None:
         # A given function gets samples, as from a data set.
         keeps = collate is None
@@ -101,6 +112,17 @@ def take_apart(data: Any, role: str, collate: Collate | None = None) -> Samples:
     if given.count < 1:
         raise _refused(role, "is empty", "give at least one sample")
     return given
+
+
+def _shards(data: Any, count: int, role: str) -> ShardSizes | None:
+    """Return the files of a data set that names them."""
+    shards = getattr(data, "shard_sizes", None)
+    if not isinstance(shards, ShardSizes):
+        return None
+    if count != shards.ends[-1]:
+        found = f"has {count:,} samples, and shard_sizes says {shards.ends[-1]:,}"
+        raise _refused(role, found, "give both the same, or leave shard_sizes out")
+    return shards
 
 
 def _refused(role: str, found: str, fix: str) -> DataError:
@@ -198,5 +220,5 @@ def _of_loader(loader: DataLoader[Any], role: str, collate: Collate | None) -> S
         found,
         batch_size=getattr(batches, "batch_size", None),
         workers=loader.num_workers,
-        left_out=tuple(f"{role}: {sentence}" for sentence, is_set in left_out.items() if is_set),
+        left_out=(*found.left_out, *(f"{role}: {sentence}" for sentence, is_set in left_out.items() if is_set)),
     )

@@ -14,13 +14,14 @@ from golden_sentences import raises
 from image_sets import opened_set
 from PIL import Image
 
+from paceline.data.image import tar_index
 from paceline.data.image.dataset import StoredImages
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.decode import BrokenImageError, decode
 from paceline.data.image.mapped import MappedFile
-from paceline.data.image.sets import webdataset as tar_index
-from paceline.data.image.sets.webdataset import expand, index_tar
+from paceline.data.image.sets.webdataset import expand
 from paceline.data.image.source import EncodedSource, SubsetSource
+from paceline.data.image.tar_index import index_tar
 from paceline.errors import DataError
 from paceline.recipe.data import Data
 
