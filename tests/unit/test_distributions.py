@@ -134,6 +134,19 @@ def test_the_installed_command_trains_outside_the_checkout(installed: Path, tmp_
     assert "cifar10" in call(command, "recipes", cwd=tmp_path)
 
 
+def test_the_wheel_trains_predicts_and_exports_without_a_compiler_and_its_libraries_are_listed(
+    built: Built, tmp_path: Path
+) -> None:
+    for name in ("torchvision", "cyclonedx_py"):
+        pytest.importorskip(name, reason=f"needs {name}")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    words = (built.wheel, "--python", sys.executable, "--torch", "here", "--sbom", "sbom.json")
+    assert "passed in" in call(sys.executable, ROOT / "scripts" / "matrix", *words, cwd=tmp_path, PATH=path)
+    listed = {each["name"]: each for each in json.loads((tmp_path / "sbom.json").read_text())["components"]}
+    assert "BSD-3-Clause" in json.dumps(listed["torch"]["licenses"])
+    assert listed["paceline"]["version"] == paceline.__version__
+
+
 def test_the_installed_command_has_the_course(installed: Path, tmp_path: Path) -> None:
     pytest.importorskip("jupytext", reason="needs jupytext")
     command = installed / "paceline"
