@@ -40,7 +40,7 @@ def call(*command: object, cwd: Path, **environment: str) -> str:
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     own = {**inherited, "OMP_NUM_THREADS": "1", **environment}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=own, **streams, text=True, check=False, timeout=200)
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=own, **streams, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
