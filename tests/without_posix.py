@@ -9,6 +9,7 @@ import importlib.abc
 import multiprocessing
 import os
 import shlex
+import shutil
 import signal
 import sys
 
@@ -30,6 +31,8 @@ class Absent(importlib.abc.MetaPathFinder):
 
 
 def take_away() -> None:
+    os.supports_dir_fd.clear()
+    importlib.reload(shutil)  # which reads it when it is imported
     # Python's own modules and torch have builds for each system: they take what they need first.
     for name in (*LOADED.split(), "numpy", "PIL.Image", "torch.distributed", "torch.multiprocessing"):
         importlib.import_module(name)

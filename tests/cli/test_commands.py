@@ -133,7 +133,7 @@ def test_help_loads_no_torch_and_is_there_at_once(paceline: Call) -> None:
     assert "paceline.cli.main" in imported
     assert not imported & {"torch", "numpy", "pydantic", "timm", "torchvision", "rich"}
     # Of a machine as it is just now; torch alone would be a hundred times a bare interpreter.
-    assert min(seconds) < max(0.3, 12 * min(bare))
+    assert min(seconds) < max(0.2, 12 * min(bare))
 
 
 @pytest.mark.everyday

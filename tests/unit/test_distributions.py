@@ -40,7 +40,7 @@ def call(*command: object, cwd: Path, **environment: str) -> str:
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     own = {**inherited, "OMP_NUM_THREADS": "1", **environment}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=own, **streams, text=True, check=False, timeout=200)
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=own, **streams, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -134,6 +134,19 @@ def test_the_installed_command_trains_outside_the_checkout(installed: Path, tmp_
     assert (run / "summary.json").is_file()
     assert (run / "report.html").is_file(), "the style and script of its pages are installed too"
     assert "cifar10" in call(command, "recipes", cwd=tmp_path)
+
+
+def test_the_wheel_trains_predicts_and_exports_without_a_compiler_and_its_libraries_are_listed(
+    built: Built, tmp_path: Path
+) -> None:
+    for name in ("torchvision", "cyclonedx_py"):
+        pytest.importorskip(name, reason=f"needs {name}")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    words = (built.wheel, "--python", sys.executable, "--torch", "here", "--sbom", "sbom.json")
+    assert "passed in" in call(sys.executable, ROOT / "scripts" / "matrix", *words, cwd=tmp_path, PATH=path)
+    listed = {each["name"]: each for each in json.loads((tmp_path / "sbom.json").read_text())["components"]}
+    assert "BSD-3-Clause" in json.dumps(listed["torch"]["licenses"])
+    assert listed["paceline"]["licenses"] == [{"license": {"acknowledgement": "declared", "id": "Apache-2.0"}}]
 
 
 def test_the_installed_command_has_the_course(installed: Path, tmp_path: Path) -> None:

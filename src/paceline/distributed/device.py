@@ -255,8 +255,8 @@ def available_devices() -> dict[str, str]:
     cuda = (
         f"{torch.cuda.device_count()} device(s)" if torch.cuda.is_available() else "no CUDA or ROCm device is visible"
     )
-    xpu = "available" if torch.xpu.is_available() else "no Intel GPU is visible"
-    mps = "available" if torch.backends.mps.is_available() else "this is not a Mac with Metal"
+    xpu = "available (not tested)" if torch.xpu.is_available() else "no Intel GPU is visible"
+    mps = "available (not tested)" if torch.backends.mps.is_available() else "this is not a Mac with Metal"
     return {"cpu": "available", "cuda": cuda, "mps": mps, "xpu": xpu}
 
 
@@ -402,7 +402,9 @@ def _lacks(device: torch.device, *, no_bf16_reason: str) -> dict[str, str]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return str(torch.xpu.get_device_name(device)) if device.type == "xpu" else cpu_name()
+    if device.type == "cpu":
+        return cpu_name()
+    return f"{torch.xpu.get_device_name(device) if device.type == 'xpu' else 'Metal'} (not tested)"
 
 
 def _fast_bf16(device: torch.device) -> tuple[bool, str]:

@@ -91,7 +91,8 @@ _WANDB = _libraries("wandb>=0.31")
 
 _SHOWN = _libraries("plotly", "scipy", "tensorboard")
 _VISION = (*_SHOWN, Library("scikit-learn", "sklearn"), *_libraries("timm>=1.0.26", "torchvision"))
-_TEXT = (*_SHOWN, *_libraries("timm>=1.0.26", "tokenizers", "transformers>=5"))
+_TRANSFORMERS = _libraries("tokenizers", "transformers>=5")
+_TEXT = (*_SHOWN, *_libraries("timm>=1.0.26"), *_TRANSFORMERS)
 
 # In the order in which a user needs them, without those for developers only (dev, ci) and `all`, which unites others.
 EXTRAS = (
@@ -102,11 +103,7 @@ EXTRAS = (
     Extra("heic", "HEIC images, as phones store them", _libraries("pillow-heif")),
     Extra("dali", "data.backend=dali", (_DALI,), only_on="linux"),
     Extra("adapters", "model.adapters", _libraries("peft")),
-    Extra(
-        "transformers",
-        "model.name=transformers:NAME, tokenizer.json files",
-        _libraries("tokenizers", "transformers>=5"),
-    ),
+    Extra("transformers", "model.name=transformers:NAME, tokenizer.json files", _TRANSFORMERS),
     Extra("text", "Transformers and their tokenizers, charts, TensorBoard's files", _TEXT),
     Extra("detection", "masks of data.dataset=coco", _libraries("pycocotools")),
     Extra("fp8", "train.precision=fp8", _libraries("torchao")),

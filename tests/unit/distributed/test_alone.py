@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,6 +95,30 @@ def test_a_device_that_is_not_there_is_refused_with_the_reason(kind: str) -> Non
     with pytest.raises(RecipeError) as caught:
         choose_device(kind, World())
     assert str(caught.value) == f"parallel.device={kind}: {reason}; use parallel.device=auto or one of: cpu."
+
+
+def test_metal_and_intel_gpus_choose_themselves_and_say_that_they_are_not_tested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device("auto", World()) == torch.device("mps")
+    assert choose_device("auto", World(world_size=2, local_world_size=2)) == CPU
+    assert available_devices()["mps"] == "available (not tested)"
+    assert describe_machine(torch.device("mps")).device_name == "Metal (not tested)"
+    for name, answer in (
+        ("is_available", True),
+        ("device_count", 1),
+        ("set_device", None),
+        ("get_device_name", "Intel Arc"),
+        ("get_device_properties", SimpleNamespace(total_memory=2**34)),
+    ):
+        monkeypatch.setattr(torch.xpu, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: torch.xpu)
+    chosen = choose_device("auto", World())
+    assert chosen == torch.device("xpu", 0)
+    assert available_devices()["xpu"] == "available (not tested)"
+    assert describe_machine(chosen).device_name == "Intel Arc (not tested)"
 
 
 def test_a_back_end_of_this_torch_is_taken_and_others_are_refused_with_what_is_here() -> None:
