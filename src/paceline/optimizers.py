@@ -77,7 +77,7 @@ def optimizers_with(key: str) -> tuple[str, ...]:
     return tuple(name for name, rule in RULES.items() if key in rule.keys)
 
 
-_OF_TORCH = ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
+_TORCH_OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
 # Optimizers that timm's own factory creates by name, except those of Apex and bitsandbytes, and Adahessian, which needs
 # second derivatives.
 _OF_TIMM = (
@@ -88,7 +88,7 @@ _OF_TIMM = (
     "nlars nmuon novograd novogradc novogradw radabelief radamlegacy radamw rmsproptf rmsproptfc rmsproptfw "
     "sgdc sgdp sgdw"
 )
-LIBRARY_OPTIMIZERS = {name.lower(): f"torch.optim:{name}" for name in _OF_TORCH}
+LIBRARY_OPTIMIZERS = {name.lower(): f"torch.optim:{name}" for name in _TORCH_OPTIMIZERS}
 LIBRARY_OPTIMIZERS |= {name: f"paceline.optim.of_timm:{name}" for name in _OF_TIMM.split()}
 """References of the other optimizers of torch and timm, by name."""
 OF_MATRICES = tuple(name for name in (*RULES, *LIBRARY_OPTIMIZERS) if re.search("adafactor|muon|kron", name))

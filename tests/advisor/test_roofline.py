@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from paceline.host.devices import find_device
 from paceline.host.machine import cache_folder
 from paceline.models.ceilings import Ceilings
 from paceline.models.flops import Product, StepWork, Work
-from paceline.pages.page import Chart
+from paceline.pages.page import Chart, Table
 from paceline.pages.shown import write_result
+from paceline.recipe.load import load_recipe
 from paceline_advisor.commands import Roofline
-from paceline_advisor.roofline.study import choose, layer_bounds, roofline, shape_findings, this_cpu
+from paceline_advisor.memory.largest import MemoryShortage
+from paceline_advisor.roofline.study import _fitting, choose, layer_bounds, roofline, shape_findings, this_cpu
 
 A100 = find_device("a100")
 
@@ -115,6 +118,17 @@ def test_an_fp32_transformer_is_held_against_what_it_is_multiplied_in(matmul: st
     assert report.arithmetic_seconds == pytest.approx(patches / 156e12 + rest / peak[precision])
 
 
+@pytest.mark.parametrize(
+    ("normalises", "effect"),
+    [(True, "normalises over smaller batches"), (False, "gives the same step by accumulation")],
+)
+def test_a_smaller_micro_batch_gives_the_same_step_only_without_batchnorm(normalises: bool, effect: str) -> None:
+    shortage = MemoryShortage(memory=2**30, largest=5, divisor=4, normalises=normalises)
+    recipe, sentence = _fitting(load_recipe("digits").recipe, shortage)
+    assert recipe.batch.micro_size == 4
+    assert sentence.endswith(f"batch.micro_size=4, which {effect}")
+
+
 def test_depthwise_convolutions_are_pointed_out() -> None:
     report = roofline(
         Roofline(recipe="synthetic", overrides=("model.name=mobilenetv2_100", "batch.global_size=32"), device="h100")
@@ -175,6 +189,10 @@ def test_the_page_has_every_layer_under_the_roof(tmp_path: Path) -> None:
     assert replace(report, layers=(), shapes=()).__paceline__().on_page  # the roof alone
     (chart,) = report.__paceline__().on_page
     assert isinstance(chart, Chart)
+    phases_table = next(each for each in report.__paceline__().blocks if isinstance(each, Table))
+    forward = next(row for row in phases_table.rows if row[0] == "forward")
+    assert [re.sub(r"[\d.]+", "", cell) for cell in forward[1:]] == [" MFLOP", " MB", " µs", "%"]
+    assert all(len(re.findall(r"\d", cell)) == 3 for cell in forward[1:4])
     roof, *phases = chart.traces
     at = dict(zip(roof["x"], roof["y"], strict=True))
     assert at[report.ridge] == max(at.values())

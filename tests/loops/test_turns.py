@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tqdm.auto import tqdm as auto_tqdm
 
 import paceline
 from paceline.errors import CheckpointError, LoopError
+from paceline.parsing.units import Duration
 
 POINTS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 QUIET = {"telemetry.trackers": [], "telemetry.report": False}
@@ -68,19 +68,25 @@ def summary_of(runs: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("every", "steps"),
+    ("every", "expected"),
     [
-        ("0.5 epochs", Fraction(5, 2)),
-        ("10%", Fraction(3, 2)),
-        ("0.3 epochs", Fraction(3, 2)),
-        ("1.4 steps", Fraction(7, 5)),
-        ("4 steps", 4),
-        ("1 epoch", 5),
-        ("6%", Fraction(9, 10)),
+        ("0.5 epochs", [2, 5, 8, 10, 12, 15]),
+        ("0.3 epochs", [2, 3, 4, 6, 8, 9, 10, 12, 13, 15]),
+        ("1.4 steps", [1, 3, 4, 6, 7, 8, 10, 11, 13, 14, 15]),
+        ("4 steps", [4, 8, 12, 15]),
+        ("1 epoch", [5, 10, 15]),
+        ("9%", [1, 3, 4, 5, 7, 8, 9, 11, 12, 14, 15]),
     ],
 )
-def test_what_is_due_falls_on_each_multiple_once(every: str, steps: Fraction, make: Make) -> None:
+def test_what_is_due_falls_on_the_steps_of_the_same_interval_in_a_recipe(
+    every: str, expected: list[int], make: Make
+) -> None:
     loop, due = make(epochs=3), []
+    plan = loop._subject.plan
+    interval = Duration.parse(every)
+    moments = plan.epochs.due_steps(interval, plan.total_steps)
+    fixed = range(0, 16, plan.epochs.steps_in(interval, plan.total_steps))
+    assert {*(moments or fixed[1:]), 15} == set(expected)
     prepared(loop)
     for step, _ in loop:
         due += [step] * loop.due(every)
@@ -90,11 +96,8 @@ def test_what_is_due_falls_on_each_multiple_once(every: str, steps: Fraction, ma
     prepared(loop)
     for step, _ in loop:
         due += [step] * loop.due(every)
-    multiples = [number * steps for number in range(1, 100)]
-    # The step that first reaches a multiple; step 7 was left before the optimizer stepped, and is repeated.
-    expected = sorted({-(-each // 1) for each in multiples if each <= 15} | {15})
-    assert sorted(set(due)) == expected
-    assert len(due) == len(expected) + (7 in expected)
+    # Step 7 was left before the optimizer stepped, and is repeated.
+    assert sorted(due) == sorted(expected + [7] * (7 in expected))
 
 
 def test_samples_are_due_when_they_were_used(make: Make) -> None:

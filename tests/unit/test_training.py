@@ -21,7 +21,7 @@ def test_two_processes_refuse_report_and_return_what_one_does(
         paceline.train(recipe, overrides={"data.prefetch": 3}, **place, quiet=True)
     overrides = {"train.duration": "2 steps", "optimizer.name": "adamw"}
     assert [paceline.train(recipe, overrides=overrides, **place).was_complete for _ in range(2)] == [False, True]
-    assert "optimizer.momentum=0.5 dropped" in capsys.readouterr().out
+    assert "optimizer.momentum=0.5 of the recipe is not used" in capsys.readouterr().out
 
 
 def test_mistakes_are_refused(tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

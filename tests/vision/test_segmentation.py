@@ -19,7 +19,7 @@ from sklearn.metrics import jaccard_score
 from torch import Tensor, nn
 
 import paceline
-from paceline.cli.evaluate import Evaluate, _of_one
+from paceline.cli.evaluate import Evaluate, _of_one, _of_sizes
 from paceline.cli.predict import Predict
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
@@ -31,7 +31,7 @@ from paceline.inference.predict import load_predictor, open_predictor
 from paceline.recipe.load import load_recipe
 from paceline.recipe.model import ModelSection
 from paceline.tasks.task import build_task
-from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
+from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, SizeSweep, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline_vision.segmentation.dataset import IGNORED, MaskDataset
 from paceline_vision.segmentation.metrics import PixelConfusion
@@ -376,6 +376,9 @@ def test_a_class_that_is_nowhere_is_called_absent() -> None:
     seen = {"path": "w", "weights": "ema", "samples": 1, "counts": {}, "broken": (), "seconds": 1.0}
     lines = _of_one(EvaluationReport(**seen, metrics=figures), per_class=False).__paceline__().blocks[1]
     assert (lines["miou"], lines["iou_cat"]) == ("50.00 %", "absent")
+    sweep = SizeSweep(reports={8: EvaluationReport(**seen, metrics=figures)}, on="holdout", metric="miou")
+    table = _of_sizes(sweep).__paceline__().blocks[1]
+    assert table.rows[0][1:4] == ("0.5000", "50.00 %", "absent")
 
 
 def test_it_is_evaluated_again_to_the_bit_and_its_shares_are_written(trained: Path, tmp_path: Path) -> None:

@@ -122,9 +122,8 @@ class Evaluate:
 
 
 def _of_one(report: EvaluationReport, *, per_class: bool) -> Result:
-    counted = next((what for key, what in _COUNTED.items() if key in report.metrics), "samples")
-    samples = report.samples if counted == "samples" else _MANY
-    lines = {name: _in_words(name, value, samples) for name, value in report.metrics.items()}
+    counted = _counted(report)
+    lines = {name: _in_words(name, report) for name in report.metrics}
     blocks: list[Any] = [
         f"{report.path} ({report.weights} weights)",
         {"samples": f"{report.samples:,}", **lines, **report.counts},
@@ -186,7 +185,7 @@ def _of_sizes(sweep: SizeSweep) -> Result:
     rows = [
         (
             f"{size}{' *' * (size == best)}",
-            *(_in_words(name, report.metrics[name], report.samples) for name in names),
+            *(_in_words(name, report) for name in names),
             f"{report.samples_per_second:,.0f}",
         )
         for size, report in sweep.reports.items()
@@ -218,7 +217,12 @@ def _percentage(samples: int) -> str:
     return "{:.2f} %" if samples >= _MANY else "{:.0f} %"
 
 
-def _in_words(name: str, value: float, samples: int) -> str:
+def _counted(report: EvaluationReport) -> str:
+    return next((what for key, what in _COUNTED.items() if key in report.metrics), "samples")
+
+
+def _in_words(name: str, report: EvaluationReport) -> str:
+    value, samples = report.metrics[name], report.samples if _counted(report) == "samples" else _MANY
     if math.isnan(value):
         return "absent" if name.startswith("iou_") else "undefined"
     return (_percentage(samples) if metric_unit(name) else "{:.4f}").format(value)

@@ -21,7 +21,7 @@ SampleClasses = NDArray[np.int64]
 """The class of each training sample, [samples]."""
 _NAMED = 6
 _PURPOSE = 0x64726177  # "draw": a separate stream from the permutation's
-_PURPOSE_IN_TURN = 0x7475726E  # "turn"
+_BALANCED_ORDER = 0x7475726E  # "turn"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -97,7 +97,7 @@ def _sample_mixture(seed: int, epoch: int, draws: ClassDraws) -> SampleIds:
         members = np.flatnonzero(draws.classes == number)
         used, size = epoch * count, len(members)
         passes = range(used // size, -(-(used + count) // size))
-        seed_of_set = derive_seed(seed, _PURPOSE_IN_TURN, number)
+        seed_of_set = derive_seed(seed, _BALANCED_ORDER, number)
         words = (np.random.Philox(key=[seed_of_set, each]).random_raw(size) for each in passes)
         sequence = np.concatenate([members[np.argsort(each, kind="stable")] for each in words])
         samples.append(sequence[used % size :][:count])

@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -102,6 +101,7 @@ class Loop:
         self._kept = Kept()
         self._turns = Turns(self._subject, self._kept)
         self._steps: Callable[[], Iterator[tuple[int, Any]] | None] = lambda: None
+        self._due: dict[Duration, frozenset[int]] = {}
         seed_generators(given.seed, domain="training")  # for the weights that the program makes now
 
     @property
@@ -219,21 +219,12 @@ class Loop:
             period = Duration.parse(every)
         except ValueError as error:
             raise LoopError(f"due: {error}.", key="due", value=every) from None
-        if plan.epochs.steps_in(period, plan.total_steps) < 1:
+        steps = plan.epochs.steps_in(period, plan.total_steps)
+        if steps < 1:
             raise LoopError(f"due('{every}') is less than one step; give at least '1 step'.", key="due", value=every)
-        before, now = self._times(period, self._position - 1), self._times(period, self._position)
-        return self._position == plan.total_steps or now > before
-
-    def _times(self, period: Duration, position: int) -> int:
-        """How often the first steps contain a period; exact, since a sum of rounded periods would drift."""
-        plan = self._subject.plan
-        done: dict[str, int | Fraction] = {
-            "steps": position,
-            "samples": plan.epochs.samples_before(position),
-            "epochs": Fraction(position, plan.epochs.phases[0].steps_per_epoch),
-            "percent": Fraction(100 * position, plan.total_steps),
-        }
-        return int(done[period.unit] // Fraction(str(period.value)))
+        if (due := self._due.get(period)) is None:
+            due = self._due[period] = frozenset(plan.epochs.due_steps(period, plan.total_steps))
+        return self._position == plan.total_steps or (self._position in due if due else self._position % steps == 0)
 
     def evaluation(
         self, held_out: Any, *, name: str = "validation", highest: str | None = None, lowest: str | None = None

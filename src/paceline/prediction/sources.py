@@ -223,7 +223,7 @@ def _shown(archive: Path, name: str) -> Path:
 
 def _is_read(archive: Path, name: str, left_out: SkippedItems) -> bool:
     """Whether a member's name is that of a picture; reports other members, unless they are ignored."""
-    if is_ignored_member(name) and not _leads_out(name):
+    if is_ignored_member(name) and not _is_outside(name):
         return False
     if not is_image_name(name):
         left_out.add(_why_not(name), str(_shown(archive, name)))
@@ -231,13 +231,13 @@ def _is_read(archive: Path, name: str, left_out: SkippedItems) -> bool:
     return True
 
 
-def _leads_out(name: str) -> bool:
+def _is_outside(name: str) -> bool:
     return name.startswith(("/", "\\")) or ".." in PurePosixPath(name.replace("\\", "/")).parts or "\0" in name
 
 
 def _refusal(name: str, size: int) -> str | None:
     """Return why a member is not read, from its header."""
-    if _leads_out(name):
+    if _is_outside(name):
         return "its name leads out of the archive"
     return f"{size:,} bytes; at most {LARGEST_FILE_BYTES:,} are read" if size > LARGEST_FILE_BYTES else None
 

@@ -207,9 +207,9 @@ def _drop_old_choices(
         belongs = mark(section, key, Belongs)
         is_changed = belongs is not None and belongs.to in layer and layer[belongs.to] != merged.get(belongs.to)
         if belongs is not None and is_changed:
-            old, choice = merged.pop(key), f"{path}{belongs.to}={layer[belongs.to]}"
+            old = merged.pop(key)
             if key not in layer:
-                notices.append(f"{path}{key}={old} dropped: it does not apply to {choice}")
+                notices.append(_not_used(f"{path}{key}", old, f"{path}{belongs.to}={layer[belongs.to]}"))
             continue
         applies = mark(section, key, Applies)
         if applies is None or applies.to not in layer or key in layer:
@@ -218,7 +218,12 @@ def _drop_old_choices(
         # A custom schedule or loss may use every key; a custom optimizer gets none of the keys for built-in ones.
         is_custom_optimizer = path == "optimizer." and is_reference(str(choice))
         if choice is not None and (is_custom_optimizer or not applies.allow(choice)):
-            notices.append(f"{path}{key}={merged.pop(key)} dropped: it has no effect with {path}{applies.to}={choice}")
+            notices.append(_not_used(f"{path}{key}", merged.pop(key), f"{path}{applies.to}={choice}"))
+
+
+def _not_used(key: str, value: Any, choice: str) -> str:
+    shown = "" if isinstance(value, Mapping) else f"={value}"
+    return f"{key}{shown} of the recipe is not used with {choice}"
 
 
 def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str = "") -> None:

@@ -22,7 +22,7 @@ from paceline.recipe.schema import Recipe
 
 TYPE_NAMES = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`", NoneType: ""}
 TYPE_NAMES |= {Duration: "duration", TimeSpan: "time"}
-SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+COMPARISONS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 # A larger bound is beyond any practical value.
 MAX_SHOWN_BOUND = 10**9
 _LONG = 5  # digits
@@ -119,7 +119,10 @@ def _annotated(text: str, notes: tuple[Any, ...]) -> str:
             text += f", {VALIDATORS[note.func]}"
         elif isinstance(note, FieldInfo):
             bounds = [
-                (SIGNS[name], getattr(each, name)) for each in note.metadata for name in SIGNS if hasattr(each, name)
+                (COMPARISONS[name], getattr(each, name))
+                for each in note.metadata
+                for name in COMPARISONS
+                if hasattr(each, name)
             ]
             limits = " and ".join(f"{sign} {_number(value)}" for sign, value in bounds if value <= MAX_SHOWN_BOUND)
             text += f"{' and' if text[-1].isdigit() and limits else ''} {limits}".rstrip()

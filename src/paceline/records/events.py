@@ -35,6 +35,7 @@ Status = Literal["completed", "stopped", "failed"]
 Weights = Literal["model", "ema"]
 
 _FLATTENED = frozenset({"metrics", "timings", "details", "inputs"})
+INPUTS = frozenset({"input_mean", "input_std"})
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))

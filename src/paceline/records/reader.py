@@ -16,7 +16,7 @@ import yaml
 from paceline.errors import RunDirectoryError, VersionError
 from paceline.parsing.plain_text import load_json
 from paceline.parsing.plain_yaml import BoundedLoader
-from paceline.records.events import Status, for_display, parse_line, wrong_field
+from paceline.records.events import INPUTS, Status, for_display, parse_line, wrong_field
 from paceline.records.run_directory import (
     Identity,
     RunDirectory,
@@ -177,10 +177,9 @@ def read_summary(run: RunDirectory) -> Summary:
 
 
 # Keys of an evaluation that are not metrics.
-NO_METRICS = frozenset(
-    {"event", "step", "position", "time", "epoch", "split", "weights", "samples", "seconds", "train_seconds"}
-    | {"input_mean", "input_std"}
-)
+NO_METRICS = INPUTS | {
+    *("event", "step", "position", "time", "epoch", "split", "weights", "samples", "seconds", "train_seconds")
+}
 
 
 def read_plan(run: RunDirectory) -> dict[str, Any]:

@@ -46,11 +46,11 @@ class ClassificationLoss:
     def __init__(self, train: TrainSection, class_weights: Sequence[float] = ()) -> None:
         self._weights = torch.tensor(class_weights, dtype=torch.float64) if class_weights else None
         self._name = train.loss
-        self._of_samples: Callable[[Tensor, Tensor], Tensor] | None = None
+        self._sample_loss: Callable[[Tensor, Tensor], Tensor] | None = None
         if train.loss not in ("cross_entropy", "bce"):
             make = load("losses", train.loss, RecipeError)
             try:
-                self._of_samples = make(**train.loss_options)
+                self._sample_loss = make(**train.loss_options)
             except (TypeError, ValueError) as error:
                 raise RecipeError(
                     f"train.loss_options {train.loss_options} do not fit train.loss={train.loss}: {error}. Name a "
@@ -67,7 +67,7 @@ class ClassificationLoss:
             targets: Target classes or probabilities.
             mean_class_weight: Mean weight of the step's samples; None outside a training step.
         """
-        if self._weights is not None or self._of_samples is not None:
+        if self._weights is not None or self._sample_loss is not None:
             return self.mean(self._losses(logits, targets), targets, mean_class_weight)
         if self._name == "cross_entropy":
             return F.cross_entropy(logits, targets, label_smoothing=self._smoothing)
@@ -79,14 +79,14 @@ class ClassificationLoss:
         Raises:
             RecipeError: If it does not return one loss per sample, with a gradient.
         """
-        if self._of_samples is None:
+        if self._sample_loss is None:
             return
-        if isinstance(self._of_samples, nn.Module):
-            if any(each.requires_grad for each in self._of_samples.parameters()):
+        if isinstance(self._sample_loss, nn.Module):
+            if any(each.requires_grad for each in self._sample_loss.parameters()):
                 raise RecipeError(
                     f"train.loss={self._name} has parameters, which no optimizer updates; put them in the network."
                 )
-            self._of_samples.to(device)
+            self._sample_loss.to(device)
         samples = 2 + (classes == 2)  # differs from the number of classes, so that a loss per class has another shape
         logits = torch.zeros(samples, classes, device=device, requires_grad=True)
         try:
@@ -126,7 +126,7 @@ class ClassificationLoss:
         Raises:
             RecipeError: If it returns anything else.
         """
-        losses: Tensor = call_reference("train.loss", self._name, self._of_samples, RecipeError, logits, distribution)
+        losses: Tensor = call_reference("train.loss", self._name, self._sample_loss, RecipeError, logits, distribution)
         if isinstance(losses, Tensor) and losses.shape == logits.shape[:1]:
             return losses
         problem = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"type {type(losses).__name__}"

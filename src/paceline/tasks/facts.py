@@ -15,7 +15,7 @@ from paceline.metrics.accumulator import Metric
 from paceline.parsing.units import format_count
 from paceline.plan import DataFacts, Plan, TaskFacts
 from paceline.recipe.schema import Recipe
-from paceline.records.events import EvaluationEvent
+from paceline.records.events import INPUTS, EvaluationEvent
 from paceline.tasks.own_code import check_methods, check_metrics, refused, unused_by_own_loss
 from paceline.tasks.task import Task, check_supported, task_name
 
@@ -143,7 +143,7 @@ def headline_of(task: Task) -> Metric:
 def _check_metric_names(task: Task) -> None:
     """Refuse metrics that the task cannot compute scores for, or whose names clash with others in records."""
     own, metrics = {metric.name for metric in task.metrics}, task.recipe.evaluate.metrics
-    recorded = {each.name for each in fields(EvaluationEvent)} | {"event", "last", "best", "input_mean", "input_std"}
+    recorded = {each.name for each in fields(EvaluationEvent)} | {"event", "last", "best", *INPUTS}
     if clash := sorted(own & recorded):
         raise RecipeError(f"{task_name(task)}.metrics has the name '{clash[0]}', which records use; choose another.")
     if metrics and not task.gives_scores:

@@ -53,16 +53,26 @@ def trained_task(saved: SavedWeights, *, trust_code: bool) -> TaskMaker:
         # A task given in Python is recorded in the data's description, not in the recipe.
         if (name := name_of("tasks", trained)) != trained:
             return build_task(replace(recipe, task=name))
-        if not is_reference(trained):
-            raise RecipeError(
-                f"the weights in {where} were trained with the task {trained}, which cannot be imported; make it a "
-                "class of its module, or give load_predictor(task=...)."
-            )
+        refuse_unimportable(trained, where)
         recipe = replace(recipe, task=trained)
         refuse_code(recipe)
         return build_task(recipe)
 
     return make
+
+
+def refuse_unimportable(task: str, where: str) -> None:
+    """Refuse a task that was given in Python, and whose class is in the program itself or inside a function.
+
+    Raises:
+        RecipeError: If it is.
+    """
+    if not is_reference(task) or task.startswith("__main__:"):
+        raise RecipeError(
+            f"the weights in {where} were trained with the task {task}, which commands cannot import. Call evaluate(), "
+            "predict() or export() of the result in that program, or load_predictor(task=...); for commands, move the "
+            "class to a module, name it in the recipe (task=module:Class) and train again."
+        )
 
 
 def open_exportable(

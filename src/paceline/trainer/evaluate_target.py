@@ -36,6 +36,7 @@ from paceline.recipe.load import Overrides, refuse_unused_overrides, set_by, sto
 from paceline.recipe.schema import Recipe, refuse_foreign_code
 from paceline.records.run_directory import encode_json, write_bytes
 from paceline.tasks.task import Task, build_task, check_supported, task_name
+from paceline.tasks.trained import refuse_unimportable
 from paceline.trainer.evaluate import Evaluator, KeepOptions
 from paceline.trainer.network import place
 from paceline.trainer.nonfinite import not_finite
@@ -259,6 +260,8 @@ def scoring_task(
     task = (request.task or build_task)(recipe)
     trained, rebuilt = saved.description("data").get("task", ""), task_name(task)
     if trained and not is_same_class(trained, rebuilt):
+        if name_of("tasks", trained) == trained:
+            refuse_unimportable(trained, str(saved.path))
         raise RecipeError(
             f"the weights in {saved.path} were trained with the task {trained}, but their recipe names {rebuilt}; "
             f"score them with task={name_of('tasks', trained)}."

@@ -31,7 +31,7 @@ _OWN_REMEDY = "lower your optimizer's learning rate, or clip the gradients (torc
 
 # How large a multiple of the first loss is more than a fluctuation, and below what fraction of it something was
 # learned.
-_EXPLODED = 10
+_DIVERGED_FACTOR = 10
 _LEARNED = 0.9
 
 
@@ -263,7 +263,7 @@ def divergence(run: SavedRun) -> str:
     if first is None or last is None:
         return ""
     # A loss below one nat has not diverged, however small the first loss was.
-    limit = _EXPLODED * max(first, 1.0)
+    limit = _DIVERGED_FACTOR * max(first, 1.0)
     rose = f", rose to {worst:.4g}" if worst > first else ""
     message = f"the run diverged: its training loss began at {first:.4g}{rose} and ended at {last:.4g}"
     if last > limit or (worst > limit and last > _LEARNED * first):

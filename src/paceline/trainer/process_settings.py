@@ -137,7 +137,7 @@ def _set_autocast(device: str, state: tuple[bool, torch.dtype]) -> None:
     torch.set_autocast_dtype(device, state[1])
 
 
-_OF_TORCH: tuple[Setting, ...] = (
+_TORCH_SETTINGS: tuple[Setting, ...] = (
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_default_dtype, torch.set_default_dtype),
     # The CPU's precision applies where nothing was set.
@@ -190,7 +190,7 @@ def restore_torch_settings(*extra: Setting) -> Iterator[None]:
     """Restore, also after an error, every torch setting that a run may change; for a command that ends afterwards."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's old names, which are the only ones in some versions
-        saved = [(read, write, _read(read)) for read, write in (*_OF_TORCH, *extra)]
+        saved = [(read, write, _read(read)) for read, write in (*_TORCH_SETTINGS, *extra)]
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ from paceline.parsing.files import SkippedItems
 from paceline.parsing.units import format_count, format_metric, metric_title, metric_unit
 from paceline.plugins.references import trusting_code
 from paceline.recipe.load import Overrides
-from paceline.records.events import Event
+from paceline.records.events import INPUTS, Event
 from paceline.records.reader import NO_METRICS, Summary, read_events, read_json, read_plan, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline.tasks.task import Task
@@ -135,7 +135,8 @@ class TrainResult:
         kinds = [each.kind for each in Event.__subclasses__()]
         if kind not in kinds:
             raise RecipeError(f"kind is {kind!r}; choose one of {', '.join(kinds)}.", key="kind", value=kind)
-        return list(read_events(RunDirectory(self.run_dir).events, kinds=(kind,)))
+        records = read_events(RunDirectory(self.run_dir).events, kinds=(kind,))
+        return [{key: each[key] for key in each if key not in INPUTS} for each in records]
 
     # Predictions of the last evaluation
 

@@ -301,10 +301,13 @@ def _log_start(run: Run, subject: Subject) -> None:
     for notice in (*loaded.notices, *subject.notices, *subject.decision.notices):
         run.display.message(notice)
     device = f"{plan.device_name}, {counted(plan.world_size, 'process')}, {plan.precision}"
-    device += f", {_network_name(run)} with {format_count(plan.parameters or 0)} parameters"
+    every, trained = sum(each.numel() for each in run.network.parameters()), plan.parameters or 0
+    device += f", {_network_name(run)} with {format_count(every)} parameters"
+    device += f", {format_count(trained)} of them trained" * (trained != every)
     data = f"{format_count(plan.train_samples)} training and {format_count(plan.evaluation_samples)} held-out samples, "
     data += f"{format_count(plan.total_steps)} steps of {' then '.join(map(format_count, plan.step_sizes))} "
     data += f"({plan.total_epochs:.4g} epochs)"
+    source = Path(loaded.recipe.data.path or loaded.name).name
     run.display.start(
         RunProgress(
             plan.total_steps,
@@ -314,7 +317,7 @@ def _log_start(run: Run, subject: Subject) -> None:
             headline=run.best_metric().name,
             has_ema=run.ema is not None,
         ),
-        title=f"{loaded.name} in {run.directory.root}",
+        title=f"{loaded.name}{f' on {source}' * (source != loaded.name)} in {run.directory.root}",
         lines=(device, data),
     )
 

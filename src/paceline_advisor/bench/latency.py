@@ -38,7 +38,7 @@ from paceline_advisor.commands import Bench
 _WARM_QUERIES = 10
 _WARM_SECONDS = 0.5
 # The 99th percentile of fewer queries is their maximum.
-_FEWEST_QUERIES = 100
+_MIN_QUERIES = 100
 # A slow network may answer fewer: its time limit is this multiple of the usual time.
 _PATIENCE = 5
 _PARTS = 10
@@ -182,7 +182,7 @@ def _measured(subject: _MeasuredNetwork, scenario: str, size: int, seconds: floa
         if scenario == "offline":
             times, each = _offline(subject, images, seconds)
         else:
-            times, each = _queries(subject, images, _FEWEST_QUERIES, seconds), 1
+            times, each = _queries(subject, images, _MIN_QUERIES, seconds), 1
         after = energy.joules()
     except (RuntimeError, MemoryError) as error:
         if on_gpu:

@@ -138,11 +138,11 @@ def _outcome(job: SimulatedRun, memory: int, processes: int, strategy: str) -> s
     size = max(1, min(job.plan.micro_batch_size, job.share * job.plan.world_size // processes))
     if job.fits(size, memory, strategy):
         left = memory - job.least(size, memory, strategy)
-        beside = f", {format_bytes(left)} left" if left > 0 else ""
-        return f"micro-batches of {size} samples fit{beside}"
+        remaining = f", {format_bytes(left)} left" if left > 0 else ""
+        return f"micro-batches of {size} samples fit{remaining}"
     most = job.largest(memory, strategy)
     if most:
-        return f"micro-batches of {size} samples do not fit, but {most} do, and accumulation gives the same step"
+        return f"micro-batches of {size} samples do not fit, but {most} do"
     if strategy == "ddp" and job.fits(1, memory, "fsdp"):
         return "not even one sample fits with a replica, but one fits with parallel.strategy=fsdp"
     return "not even one sample fits"

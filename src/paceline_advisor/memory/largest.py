@@ -59,6 +59,11 @@ class MemoryShortage:
     divisor: int
     normalises: bool
 
+    @property
+    def consequence(self) -> str:
+        """What ``divisor`` does to the training, in words."""
+        return "normalises over smaller batches" if self.normalises else "gives the same step by accumulation"
+
 
 def memory_shortage(recipe: Recipe, machine: MachineFacts, processes: int) -> MemoryShortage | None:
     """Return the memory that a step lacks; None if it fits, or if this is unknown.

@@ -229,7 +229,7 @@ class LowIntensity:
     seconds_share: float
 
 
-_LAYER_COLUMNS = ("layer", "kind", "phase", "GFLOP", "MB", "FLOP/byte", "ridge", "bound", "least ms", "share")
+_LAYER_COLUMNS = ("layer", "kind", "phase", "arithmetic", "moved", "FLOP/byte", "ridge", "bound", "least time", "share")
 _HOVER = "%{customdata[0]}: %{x:.3g} FLOP/byte, %{customdata[1]:.1%} of the step<extra></extra>"
 _PRODUCT_COLUMNS = ("layer", "phase", "m × n × k", "tile", "tiles", "waves", "wasted", "better n", "lost ms")
 
@@ -369,8 +369,8 @@ class RooflineReport:
         """Return tables of phases, of the slowest layers, and of the most wasteful products."""
 
         def figures(flops: float, moved: float, *between: str, seconds: float, share: float) -> tuple[str, ...]:
-            ends = f"{seconds * 1e3:.3g}", f"{share:.1%}"
-            return f"{flops / 1e9:,.{2 if flops >= 1e10 else 4}f}", f"{moved / 1e6:,.1f}", *between, *ends
+            amounts = format_si(flops, "FLOP") if flops else "–", format_si(moved, "B")
+            return *amounts, *between, format_si(seconds, "s"), f"{share:.1%}"
 
         phases = [
             (name, *figures(each["flops"], each["bytes"], seconds=each["seconds"], share=each["share"]))
@@ -386,7 +386,7 @@ class RooflineReport:
         wasteful = sorted((each for each in self.shapes if each.seconds_lost > 0), key=lambda each: -each.seconds_lost)
         products = [_product_row(each) for each in wasteful[: self.top]]
         tables = [
-            Table(columns=("phase", "GFLOP", "MB", "least ms", "share"), rows=phases, caption="By phase"),
+            Table(columns=("phase", "arithmetic", "moved", "least time", "share"), rows=phases, caption="By phase"),
             Table(columns=_LAYER_COLUMNS, rows=layers, caption="Layers by their least time"),
         ]
         if products:
@@ -596,7 +596,7 @@ def _fitting(recipe: Recipe, shortage: MemoryShortage) -> tuple[Recipe, str]:
     fitting = with_values(recipe, {"batch.micro_size": shortage.divisor})
     return fitting, (
         f"the recipe's micro-batch does not fit into {limit}, {shortage.largest:,} samples do: computed with "
-        f"batch.micro_size={shortage.divisor}, which gives the same step"
+        f"batch.micro_size={shortage.divisor}, which {shortage.consequence}"
     )
 
 

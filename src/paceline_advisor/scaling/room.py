@@ -184,7 +184,7 @@ def _room(recipe: Recipe, job: SimulatedRun, share: Share, memory: int, strategy
     cut = in_passes(share, largest)
     needed = format_bytes(job.least(cut.micro_batch, memory, sharding_strategy))
     why = f"{share.micro_batch} samples do not fit into {has}; {cut.passes} passes of {cut.micro_batch} take {needed}"
-    return room(cut, f"{why} and make the same step", fits=job.fits(cut.micro_batch, memory, sharding_strategy))
+    return room(cut, why, fits=job.fits(cut.micro_batch, memory, sharding_strategy))
 
 
 ALONE = {"parallel.strategy": "auto", "parallel.logical_ranks": "auto", "parallel.gradient_compression": "none"}

@@ -246,7 +246,7 @@ def find_all(
     """Return all findings, worst first."""
     found = [
         *_of_folder(subject),
-        *_of_samples(gathered),
+        *_sample_findings(gathered),
         *_of_copies(gathered, workers=workers, progress=progress),
         *_unlabelled(subject, gathered, workers=workers, progress=progress),
         *_of_classes(subject),
@@ -265,7 +265,7 @@ def _of_folder(subject: CheckedData) -> Iterator[DataFinding]:
             yield DataFinding(KINDS[name], len(entries), tuple(map(FindingEntry, sorted(entries)[:MAX_NAMED])))
 
 
-def _of_samples(gathered: SampleFacts) -> Iterator[DataFinding]:
+def _sample_findings(gathered: SampleFacts) -> Iterator[DataFinding]:
     for kind in OF_SAMPLES:
         positions = gathered.has(kind.name)
         if kind.name == "grey_among_colour" and len(positions) == len(whole(gathered)):

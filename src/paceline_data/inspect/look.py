@@ -451,8 +451,8 @@ def _of_pixels(image: Pixels, header: Header | None, viewer: Viewer) -> Iterator
         yield "extreme_ratio", size_text
     if (rows := _flat_rows(image)) * _FLAT_PART >= height:
         yield "flat_end", f"the last {rows} of {height} rows"
-    thin = _thinned(image)
-    if viewer.channels == 3 and (thin == thin[:, :, :1]).all():
+    sampled = _thinned(image)
+    if viewer.channels == 3 and (sampled == sampled[:, :, :1]).all():
         yield "grey_among_colour", ""
     if viewer.channels == 1 and header is not None and not header.is_grey:
         yield "colour_among_grey", header.mode

@@ -15,7 +15,7 @@ from paceline.host.world import World
 from paceline.recipe.data import Data
 from paceline_ops.dali.backend import DaliBackend
 
-_MOST_BESIDE_A_GPU = 4  # threads: the GPU does most of the work, and each thread has buffers on it
+_MAX_THREADS_WITH_GPU = 4  # threads: the GPU does most of the work, and each thread has buffers on it
 
 
 def import_problem() -> str:
@@ -88,8 +88,8 @@ class Dali:
             return data.workers, "as the recipe says"
         if not _may_decode_on_gpu(data) or not torch.cuda.is_available():
             return share_of_cores(world)
-        limit = f", and no more than {_MOST_BESIDE_A_GPU}, as the GPU does most of the work"
-        return share_of_cores(world, _MOST_BESIDE_A_GPU, limit)
+        limit = f", and no more than {_MAX_THREADS_WITH_GPU}, as the GPU does most of the work"
+        return share_of_cores(world, _MAX_THREADS_WITH_GPU, limit)
 
     def open(self, source: SampleSource, view: View, data: Data, *, workers: int, device: torch.device) -> DaliBackend:
         """Open one split; ``device`` is the model's.

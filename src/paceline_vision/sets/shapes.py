@@ -29,7 +29,7 @@ _OF_OBJECT = 10  # random numbers for class, centre, size, rotation, colour
 _LEAST_SEEN = 0.6  # maximum hidden share of an object's pixels; objects that would hide more are not drawn
 _NOISE = 40  # out of 255, minimum contrast
 _IN_MEMORY = 2**27  # bytes, limit of a split's cached pictures
-_LEAST_KEPT = 8  # at least this many of any size, since a picture and its objects are requested separately
+_MIN_KEPT = 8  # at least this many of any size, since a picture and its objects are requested separately
 
 Grid = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -59,7 +59,7 @@ class ShapeSource:
     def _drawn(self) -> Callable[[int], Drawn]:
         """Draws pictures and caches the most recent ones for the next epoch."""
         largest = self.config.largest_side**2 * (3 + self.config.objects)  # bytes
-        return lru_cache(max(_LEAST_KEPT, _IN_MEMORY // largest))(partial(_draw, self.config))
+        return lru_cache(max(_MIN_KEPT, _IN_MEMORY // largest))(partial(_draw, self.config))
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:

@@ -19,6 +19,7 @@ from paceline.checkpoint.weights import read_weights
 from paceline.errors import RecipeError
 from paceline.inference.predict import load_predictor
 from paceline.tasks.labelling import TrainedLabeller
+from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 
 OWN = """
 from torch import nn
@@ -106,10 +107,22 @@ def test_a_task_that_cannot_be_imported_is_given_again(trained: Callable[..., Pa
             return nn.Sequential(nn.Flatten(), nn.Linear(64, len(self.dataset.classes)))
 
     run = trained(Local)
-    with pytest.raises(RecipeError, match=r"trained with the task .*Local, which cannot be imported; make it"):
+    with pytest.raises(RecipeError, match=r"trained with the task .*Local, which commands cannot import\. Call "):
         load_predictor(run, trust_code=True)
     found = probabilities(load_predictor(run, task=Local), own / "picture.png")
     assert found == pytest.approx(expected(run, own / "picture.png"), rel=1e-4)
+
+
+def test_a_task_of_the_program_itself_is_refused_without_asking_for_trust(trained: Callable[..., Path]) -> None:
+    class Local(paceline.ImageClassification):
+        def build_model(self) -> nn.Module:
+            return nn.Sequential(nn.Flatten(), nn.Linear(64, len(self.dataset.classes)))
+
+    Local.__module__, Local.__qualname__ = "__main__", "Local"
+    run = trained(Local)
+    for ask in (load_predictor, lambda target: evaluate_target(EvaluationRequest(target=target))):
+        with pytest.raises(RecipeError, match="the task __main__:Local, which commands cannot import"):
+            ask(run)
 
 
 def test_the_data_are_not_needed(own: Path) -> None:

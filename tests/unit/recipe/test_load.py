@@ -280,9 +280,9 @@ def test_another_choice_drops_what_the_old_one_had_and_says_so(tmp_path: Path) -
     text = "optimizer: {name: adamw, betas: [0.8, 0.9], eps: 1.0e-6}\ndata: {augment: {crop: pad, padding: 2}}\n"
     path = write(tmp_path, "mine.yaml", text)
     assert load_recipe(path, ["optimizer.name=sgd", "data.augment.crop=none"]).notices == (
-        "optimizer.betas=[0.8, 0.9] dropped: it has no effect with optimizer.name=sgd",
-        "optimizer.eps=1.0e-6 dropped: it has no effect with optimizer.name=sgd",
-        "data.augment.padding=2 dropped: it has no effect with data.augment.crop=none",
+        "optimizer.betas=[0.8, 0.9] of the recipe is not used with optimizer.name=sgd",
+        "optimizer.eps=1.0e-6 of the recipe is not used with optimizer.name=sgd",
+        "data.augment.padding=2 of the recipe is not used with data.augment.crop=none",
     )
     assert load_recipe(path, ["optimizer.name=adamw"]).recipe.optimizer.betas == (0.8, 0.9)
 
@@ -375,7 +375,7 @@ def test_base_is_another_recipe_with_changes(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "seed: 3\noptimizer: {name: adamw, betas: [0.8, 0.9], lr: 0.5}\n")
     loaded = load_recipe(write(tmp_path, "mine.yaml", "base: base.yaml\noptimizer: {name: sgd}\n"))
     assert (loaded.recipe.seed, loaded.recipe.optimizer.lr, loaded.recipe.optimizer.name) == (3, 0.5, "sgd")
-    assert loaded.notices == ("optimizer.betas=[0.8, 0.9] dropped: it has no effect with optimizer.name=sgd",)
+    assert loaded.notices == ("optimizer.betas=[0.8, 0.9] of the recipe is not used with optimizer.name=sgd",)
     assert loaded.name == "mine"
 
 

@@ -301,7 +301,20 @@ def test_the_log_names_your_class_and_network(runs: Path, capsys: pytest.Capture
     paceline.train(task=Kelvin, overrides=SHORT, run_dir=runs / "run")
     said = capsys.readouterr().out
     assert f"Kelvin in {runs / 'run'}\n" in said
-    assert ", Net with 19 parameters" in said
+    assert ", Net with 19 parameters\n" in said
+
+
+def test_the_log_counts_all_parameters_and_those_that_are_trained(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Frozen(Kelvin):
+        def build_model(self) -> nn.Module:
+            network = Net()
+            network.layers[0].requires_grad_(requires_grad=False)
+            return network
+
+    paceline.train(task=Frozen, overrides=SHORT, run_dir=runs / "run")
+    assert ", Net with 19 parameters, 7 of them trained\n" in capsys.readouterr().out
 
 
 def test_targets_may_be_compared_with_one_another(runs: Path) -> None:

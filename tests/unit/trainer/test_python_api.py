@@ -80,6 +80,7 @@ def test_the_history_is_the_records(train_tiny: Make) -> None:
     assert [(each["step"], each["weights"]) for each in scored] == [(4, "model"), (4, "ema"), (8, "model"), (8, "ema")]
     assert scored[-1]["top1_accuracy"] == result.metrics["last"]["ema"]["top1_accuracy"]
     assert [each["step"] for each in steps] == [2, 4, 6, 8]
+    assert not [key for key in scored[0] if key.startswith("input_")]
     page = result._repr_html_()
     assert page.count("<tr>") == 1 + len(scored) / 2  # each epoch once
     assert [line.count(",") for line in re.findall('points="([^"]*)"', page)] == [2, 4, 2]  # top-1; loss of both

@@ -41,9 +41,9 @@ def does_not_fit(subject: CheckedRun) -> Found:
     )
     if not shortage.divisor:
         return result
-    how = "normalises over smaller batches" if shortage.normalises else "gives the same step by accumulation"
     return result.updated(
-        advice=f"batch.micro_size={shortage.divisor}, which {how}; paceline estimate says what else saves memory",
+        advice=f"batch.micro_size={shortage.divisor}, which {shortage.consequence}; paceline estimate says what else "
+        "saves memory",
         overrides={"batch.micro_size": shortage.divisor},
         keeps="training" if shortage.normalises else "rounding",
     )
