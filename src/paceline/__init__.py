@@ -27,7 +27,14 @@ HOMES = {
 # Commands that are functions too; those of other packages are registered.
 COMMANDS = ("audit", "evaluate", "export", "predict", "report", "resume")
 # Modules that are public as a whole, in addition to this one.
-PUBLIC_MODULES = ("paceline.tasks", "paceline.order", "paceline.checkpoints", "paceline.ledger", "paceline.scores")
+PUBLIC_MODULES = (
+    "paceline.tasks",
+    "paceline.order",
+    "paceline.checkpoints",
+    "paceline.ledger",
+    "paceline.scores",
+    "paceline.conform",
+)
 
 
 def __getattr__(name: str) -> Any:
