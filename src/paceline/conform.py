@@ -25,8 +25,8 @@ Role = Literal["train", "evaluation"]
 def watched(dataset: _T, role: Role = "train", *, key: Callable[[Any], Any] | None = None) -> _T:
     """Return a data set that reports which samples are read, in its place.
 
-    A data set with ``len`` and ``[i]`` reports its indices, or what ``key`` returns of a sample. An iterable one reports
-    what ``key`` returns, by default a digest of the sample. Otherwise the data set behaves as before.
+    A data set with ``len`` and ``[i]`` reports its indices, or what ``key`` returns of a sample. An iterable one
+    reports what ``key`` returns, by default a digest of the sample. Otherwise the data set behaves as before.
     """
     if _LOG is None:
         return dataset
@@ -165,7 +165,7 @@ def _again(dataset: Any, role: Role, key: Callable[[Any], Any] | None, owner: in
     """Return a copy in a spawned loader process."""
     result: Any = watched(dataset, role, key=key)
     if result is not dataset:
-        result._owner = owner
+        vars(result)["_owner"] = owner
     return result
 
 
@@ -179,7 +179,7 @@ def _random_states() -> dict[str, str]:
     if (own := sys.modules.get("random")) is not None:
         states["random"] = repr(own.getstate()).encode()
     if (numpy := sys.modules.get("numpy.random")) is not None and hasattr(numpy, "get_state"):
-        name, words, *place = numpy.get_state()
+        _, words, *place = numpy.get_state()
         states["numpy.random"] = words.tobytes() + repr(place).encode()
     if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "get_rng_state"):
         states["torch"] = torch.get_rng_state().numpy().tobytes()

@@ -463,14 +463,14 @@ class Drill(RecipeCommand):
 class Conform:
     """Kill and resume anybody's training program, and list the samples it loses.
 
-    PROGRAM describes it: a folder with conform.yaml, a YAML file, or a Python file with CONFORM = {...}. The program runs
-    undisturbed twice, is killed in the middle of epochs and of a save, and is resumed by its own command, in temporary
-    directories. In the program, only the data set is wrapped: paceline.conform.watched(dataset).
+    PROGRAM describes it: a folder with conform.yaml, a YAML file, or a Python file with CONFORM = {...}. The program
+    runs undisturbed twice, is killed in the middle of epochs and of a save, and is resumed by its own command, in
+    temporary directories. In the program, only the data set is wrapped: paceline.conform.watched(dataset).
 
     Exits with 0 if nothing was found, 1 if a check failed, and 3 if nothing could be asked.
 
     Examples:
-      paceline conform examples/conform/plain
+      paceline conform examples/conform/lightning_trainer.py
       paceline conform program.py --processes 1,2,3 --json
     """
 

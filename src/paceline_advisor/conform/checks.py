@@ -10,7 +10,7 @@ from typing import Any, Literal
 from paceline_advisor import Json, frozen, named
 from paceline_advisor.conform.description import Description
 from paceline_advisor.conform.runs import Kill, Run, Weights
-from paceline_advisor.conform.samples import Difference, Epochs, ids_of
+from paceline_advisor.conform.samples import READ_AHEAD, Difference, Epochs, ids_of
 from paceline_advisor.conform.trace import Read
 
 Verdict = Literal["passed", "failed", "not_applicable"]
@@ -56,7 +56,6 @@ class Evidence:
     Attributes:
         description: The program's description.
         processes: Their number.
-        alone: The first undisturbed run with one process, where that is another.
         first: An undisturbed run.
         second: Another one.
         kills: Runs that were killed and resumed.
@@ -65,7 +64,6 @@ class Evidence:
 
     description: Description
     processes: int
-    alone: Run | None
     first: Run
     second: Run
     kills: tuple[Kill, ...]
@@ -116,9 +114,16 @@ class Evidence:
         return saves[-1][self.first.trace.kind] if saves else 0
 
     def difference(self, kill: Kill) -> tuple[int, Difference]:
-        """Return the position of a kill's checkpoint, and the first epoch that differs."""
-        positions = self.epochs.near(self.position(kill), self.first.trace.kind)
-        return self.epochs.best(kill.before.trace, kill.resumed.trace, positions)
+        """Return the position of a kill's checkpoint, and the first epoch that differs.
+
+        Raises:
+            NotAskedError: If samples were read that the program may have skipped.
+        """
+        epochs, at = self.epochs, self.position(kill)
+        again = len(kill.resumed.trace.units.get(0, ())) - (epochs.total - at)
+        if not self.first.trace.used and again > epochs.per_epoch // READ_AHEAD:
+            raise NotAskedError(f"{again} samples were read again, and used or skipped: report used(ids) to ask this")
+        return epochs.best(kill.before.trace, kill.resumed.trace, epochs.near(at, self.first.trace.kind))
 
 
 # ------------------------------------------------------------------------------------------------ undisturbed
@@ -174,22 +179,13 @@ def evaluation_samples(evidence: Evidence) -> Check:
     fewest = min(counts.values())
     more = sorted((name for name in counts if counts[name] > fewest), key=str)
     if more and not trace.scored:
-        raise NotAskedError(
-            f"{len(more)} samples were read more often than others; used(ids, 'evaluation') tells which count"
-        )
-    problems = [f"{len(more)} of {len(counts)} samples counted more often than others ({_list(more)})"]
-    if evidence.alone is not None and (alone := evidence.alone.trace.scored or evidence.alone.trace.scored_reads):
-        lost = sorted(alone.keys() - counts.keys(), key=str)
-        if lost:
-            problems.append(f"{len(lost)} samples not counted ({_list(lost)})")
-            more = more or lost
-    return _answer(
-        evidence,
-        "evaluation_samples",
-        problems if more else [],
-        f"{len(counts)} samples, each counted {fewest} times",
-        evidence.first.shown,
-    )
+        raise NotAskedError(f"{len(more)} samples were read more often than others: report used(ids, 'evaluation')")
+    whole = {*range(trace.held_out or 0)}
+    never = sorted(whole - counts.keys()) if counts.keys() <= whole else []
+    problems = [f"{len(more)} samples counted more often than others ({_list(more)})"] if more else []
+    problems += [f"{len(never)} samples never counted ({_list(never)})"] if never else []
+    passed = f"{len(counts)} samples, each counted {fewest} times"
+    return _answer(evidence, "evaluation_samples", problems, passed, evidence.first.shown)
 
 
 def random_state(evidence: Evidence) -> Check:
@@ -232,8 +228,8 @@ def _shared_draws(first: Sequence[Read], second: Sequence[Read], when: str) -> I
             place = "another rank" if one.rank != other.rank else "the same process"
             place = "another process of its rank" if one.rank == other.rank and one.pid != other.pid else place
             yield (
-                f"{when}{len(pairs)} reads drew what {kind} had drawn for other samples: {other.id} as {one.id}, read by "
-                f"{place}"
+                f"{when}{len(pairs)} reads drew what {kind} had drawn for other samples: {other.id} as {one.id}, "
+                f"read by {place}"
             )
 
 
@@ -367,11 +363,13 @@ def kill_during_save(evidence: Evidence) -> Check:
     kill = next((kill for kill in evidence.kills if kill.is_torn), None)
     if kill is None or kill.torn is None:
         raise NotAskedError("no kill hit a save")
-    if kill.resumed.code:
+    if kill.resumed.code and evidence.resumed():
         problems = [
             f"{kill.torn} cut short: the resume ends with exit code {kill.resumed.code}: {kill.resumed.message}"
         ]
         return _answer(evidence, "kill_during_save", problems, "", kill.repeat)
+    if any(evidence.difference(each)[1] for each in evidence.resumed()):
+        raise NotAskedError("samples differ after any resume, see samples_after_resume")
     epochs, kind = evidence.epochs, evidence.first.trace.kind
     positions = {save[kind] for save in (*evidence.first.trace.saves, *kill.before.trace.saves)}
     at = kill.before.trace.saves[-1][kind] if kill.before.trace.saves else 0

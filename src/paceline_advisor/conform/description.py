@@ -35,12 +35,12 @@ class Description:
         start: The command that starts a training.
         resume: The command that resumes it in the same directory, as its documentation says.
         epochs: Epochs of the training.
-        checkpoints: Pattern of the files or folders that it saves, relative to its working directory. Where the name has
-            ``{step}``, it is the number of optimizer steps; else a checkpoint counts from the moment it appears.
+        checkpoints: Pattern of the files or folders that it saves, relative to its working directory. Where the name
+            has ``{step}``, it is the number of optimizer steps; else a checkpoint counts from the moment it appears.
         steps: Optimizer steps of the training; needed for ``{step}``.
         weights: File of final weights: safetensors, or what torch reads with ``weights_only``.
-        epoch: What an epoch holds: each sample ``once``, without the rest of a batch (``drop``), with some samples twice
-            so that ranks get equally many (``pad``), or samples ``drawn`` at random.
+        epoch: What an epoch holds: each sample ``once``, without the rest of a batch (``drop``), with some samples
+            twice so that ranks get equally many (``pad``), or samples ``drawn`` at random.
         random: Whether the training data set draws random numbers, so that a sample differs between epochs.
         packages: Names of packages whose versions the report shows.
         limit_seconds: Time limit of a run.

@@ -102,6 +102,7 @@ class Program:
             folder=folder,
             program=words,
         ) as launch:
+            overdue: list[str] = []
             try:
                 if stop and launch.wait_until(lambda: stopped_process(told) is not None):
                     if "tear" in stop:  # it ends by itself, within its next save
@@ -109,8 +110,11 @@ class Program:
                     launch.kill()
                 code = launch.wait()
             except OverdueError as error:
-                raise ProgramError(f"{error}: {shlex.join(words)}; a longer limit_seconds lets it go on.") from None
-            lines = launch.err.strip().splitlines()
+                if resumes is None:
+                    message = f"{error}: {shlex.join(words)}. Give a shorter training, or a higher limit_seconds."
+                    raise ProgramError(message) from None
+                code, overdue = -signal.SIGKILL, [str(error)]
+            lines = overdue or launch.err.strip().splitlines()
         call = " ".join([*(f"{key}={shlex.quote(text)}" for key, text in shown.items()), shlex.join(words)])
         return Run(code=code, message=lines[-1] if lines else "", trace=read_trace(told), folder=folder, shown=call)
 

@@ -11,7 +11,7 @@ from paceline_advisor import frozen
 from paceline_advisor.conform.trace import Ids, Trace
 
 # A program that does not report what it used may have read a batch ahead of the one it saves after.
-_READ_AHEAD = 8
+READ_AHEAD = 8
 Units = dict[int, Sequence[Ids]]
 
 
@@ -137,7 +137,7 @@ class Epochs:
 
     def near(self, position: int, kind: str) -> Sequence[int]:
         """Return the positions that a checkpoint seen at ``position`` may have."""
-        ahead = 0 if kind == "used" else self.per_epoch // _READ_AHEAD
+        ahead = 0 if kind == "used" else self.per_epoch // READ_AHEAD
         return range(position, max(-1, position - ahead - 1), -1)
 
 

@@ -22,8 +22,8 @@ from paceline.pages.shown import Shown
 from paceline_advisor import Json, as_json, frozen
 from paceline_advisor.commands import Conform
 from paceline_advisor.conform.checks import Check, Evidence, NotAskedError, ask
-from paceline_advisor.conform.description import Description, DescriptionError, read_description
-from paceline_advisor.conform.runs import Kill, Program, ProgramError, Run, torn_file
+from paceline_advisor.conform.description import DescriptionError, read_description
+from paceline_advisor.conform.runs import Kill, Program, ProgramError, torn_file
 from paceline_advisor.launches import check_can_watch
 
 _VERSIONS = """
@@ -109,19 +109,16 @@ def conform(options: Conform, log: Log) -> ConformReport:
     counts = options.processes or ((1, 2) if description.takes_processes else (1,))
     if counts != (1,) and not description.takes_processes:
         raise DescriptionError(
-            f"--processes {','.join(map(str, counts))}, but the start command has no {{processes}}; add it, or leave out "
-            "--processes."
+            f"--processes {','.join(map(str, counts))}, but the start command has no {{processes}}; add it, or leave "
+            "out --processes."
         )
     python = (options.python or Path(sys.executable)).absolute()
     with tempfile.TemporaryDirectory(prefix="paceline-conform-", ignore_cleanup_errors=True) as scratch:
         program = Program(description=description, here=here, python=python, scratch=Path(scratch))
         versions = _versions(python, description.packages)
         checks: list[Check] = []
-        alone: Run | None = None
         for count in sorted({*counts}):
-            evidence = _evidence(program, count, alone, log)
-            alone = alone or evidence.first
-            checks += ask(evidence)
+            checks += ask(_evidence(program, count, log))
     return ConformReport(
         program=str(options.program), versions=versions, seconds=time.perf_counter() - begun, checks=tuple(checks)
     )
@@ -136,7 +133,7 @@ def _versions(python: Path, packages: tuple[str, ...]) -> dict[str, str | None]:
     return versions
 
 
-def _evidence(program: Program, processes: int, alone: Run | None, log: Log) -> Evidence:
+def _evidence(program: Program, processes: int, log: Log) -> Evidence:
     """Run the program with so many processes, undisturbed and killed."""
     whole = []
     for name in ("first", "second"):
@@ -148,7 +145,6 @@ def _evidence(program: Program, processes: int, alone: Run | None, log: Log) -> 
     evidence = Evidence(
         description=program.description,
         processes=processes,
-        alone=alone,
         first=whole[0],
         second=whole[1],
         kills=(),

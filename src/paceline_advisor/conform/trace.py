@@ -43,6 +43,7 @@ class Trace:
         has_workers: Whether loader processes read samples.
         saves: For each checkpoint that appeared, how many batches rank 0 had used and samples it had read.
         save_times: When each appeared.
+        held_out: Size of the evaluation data set; likewise.
         scored: How often each sample was counted by evaluations.
         scored_reads: How often each sample was read for evaluations.
         values: Reported numbers, by name and step.
@@ -55,6 +56,7 @@ class Trace:
     has_workers: bool = False
     saves: list[dict[str, int]] = field(default_factory=list)
     save_times: list[int] = field(default_factory=list)
+    held_out: int | None = None
     scored: Counter[Any] = field(default_factory=Counter)
     scored_reads: Counter[Any] = field(default_factory=Counter)
     values: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
@@ -95,8 +97,8 @@ def read_trace(folder: Path) -> Trace:
 
 def _add(trace: Trace, entry: dict[str, Any], rank: int, pid: int, counts: dict[str, int]) -> None:
     kind, is_training = entry["e"], entry.get("role") == "train"
-    if kind == "data" and is_training:
-        trace.samples = entry["samples"]
+    if kind == "data":
+        setattr(trace, "samples" if is_training else "held_out", entry["samples"])
     elif kind == "value" and rank == 0:
         trace.values[entry["name"]][entry["step"]] = entry["number"]
     elif kind == "saved" and rank == 0:

@@ -63,6 +63,8 @@ def batches_of(epoch: int) -> list[list[int]]:
     if PLANTED in ("pads", "pads-as-described"):
         order += order[: -SAMPLES % BATCH]
     batches = [order[at * BATCH : (at + 1) * BATCH] for at in range(PER_EPOCH)]
+    if PLANTED == "rank-repeats" and is_resumed and RANK:
+        batches = batches[-1:] + batches[:-1]
     return batches if PLANTED == "unsharded" else [batch[RANK::WORLD] for batch in batches]
 
 
@@ -72,7 +74,7 @@ def rate(step: int) -> float:
     return 0.1 * (1 - (step - shift) / (PER_EPOCH * EPOCHS))
 
 
-def save(step: int) -> None:
+def save(step: int, state: dict) -> None:
     """Write a checkpoint, whole or not at all."""
     content = json.dumps({**state, "step": step, "filler": "x" * 2000})
     folder = Path("out")
@@ -113,8 +115,10 @@ if is_resumed and PLANTED == "cannot-resume":
 if is_resumed and state["step"]:
     first = state["step"]
     state["step"] += {
-        "restarts-epoch": -(first % PER_EPOCH), "skips-rest": -first % PER_EPOCH, "skips-batch": 1, "repeats-batch": -1,
-        "rank-repeats": -(first % PER_EPOCH) if RANK else 0,
+        "restarts-epoch": -(first % PER_EPOCH),
+        "skips-rest": -first % PER_EPOCH,
+        "skips-batch": 1,
+        "repeats-batch": -1,
     }.get(PLANTED, 0)
     if PLANTED == "no-weights":
         state["weights"] = [0.0, 0.0]
@@ -168,15 +172,11 @@ while state["step"] < total:
             if PLANTED == "in-thread":
                 if writer:
                     writer.join()
-                frozen = json.loads(json.dumps(state))
-                writer = threading.Thread(target=lambda at: (time.sleep(0.002), save(at)), args=(step,))
-                state = frozen
+                writer = threading.Thread(target=save, args=(step, json.loads(json.dumps(state))))
                 writer.start()
             else:
-                save(step)
+                save(step, state)
         meet()
-    if PLANTED == "short-epochs":
-        state["step"] = min(total, state["step"])
     evaluate()
 if writer:
     writer.join()
