@@ -39,7 +39,7 @@ for epoch in range(step // 16, 3):
     loader.set_epoch(epoch)
     rest = accelerator.skip_first_batches(loader, step % 16) if step % 16 else loader
     for batch in rest:
-        used(batch["id"])
+        used(batch["number"])
         loss = torch.nn.functional.cross_entropy(model(batch["x"]), batch["labels"])
         accelerator.backward(loss)
         optimizer.step()

@@ -29,7 +29,7 @@ if "--resume" in sys.argv:
 loader = torch.utils.data.DataLoader(watched(Samples()), batch_sampler=order, num_workers=1)
 while order.step < 3 * len(order):
     for batch in loader:
-        used(batch["id"])
+        used(batch["number"])
         loss = torch.nn.functional.cross_entropy(model(batch["x"]), batch["labels"])
         optimizer.zero_grad()
         loss.backward()

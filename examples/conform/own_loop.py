@@ -23,7 +23,7 @@ loop = paceline.Loop(
 model = loop.prepare(torch.nn.Linear(8, 2))
 optimizer = loop.keep(torch.optim.SGD(model.parameters(), lr=0.1))
 for _, batch in loop:
-    used(batch["id"])
+    used(batch["number"])
     loss = torch.nn.functional.cross_entropy(model(batch["x"]), batch["labels"])
     optimizer.zero_grad()
     loss.backward()

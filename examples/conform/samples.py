@@ -12,4 +12,4 @@ class Samples(Dataset):
 
     def __getitem__(self, i):
         x = torch.randn(8, generator=torch.Generator().manual_seed(i))
-        return {"x": x, "labels": torch.tensor(i % 2), "id": torch.tensor(i)}
+        return {"x": x, "labels": torch.tensor(i % 2), "number": torch.tensor(i)}
