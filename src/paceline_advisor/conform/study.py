@@ -19,7 +19,7 @@ from paceline.command import Log
 from paceline.errors import PacelineError
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
-from paceline_advisor import Json, as_json, frozen
+from paceline_advisor import Json, frozen
 from paceline_advisor.commands import Conform
 from paceline_advisor.conform.checks import Check, Evidence, NotAskedError, ask
 from paceline_advisor.conform.description import DescriptionError, read_description
@@ -66,8 +66,7 @@ class ConformReport:
 
     def to_json(self) -> Json:
         """The report as one JSON object."""
-        found: Json = as_json(self)
-        return found
+        return {**vars(self), "checks": [check.to_json() for check in self.checks]}
 
     def __paceline__(self) -> Shown:
         """Show each check with its evidence, and how to repeat those that failed."""
