@@ -191,10 +191,10 @@ def evaluation_samples(evidence: Evidence) -> Check:
 def random_state(evidence: Evidence) -> Check:
     """Whether random draws of the data set are repeated for other samples, in other epochs, or after a resume."""
     reads = evidence.first.trace.training_reads
-    problems, repeat = [], evidence.first.shown
+    repeat = evidence.first.shown
     if not any(read.draws for read in reads) and not evidence.description.random:
         raise NotAskedError("the data set draws no random numbers from the generators of Python, NumPy or torch")
-    problems += _shared_draws(reads, reads, "")
+    problems = [*_shared_draws(reads, reads, "")]
     if evidence.description.random:
         by_id = defaultdict(list)
         for read in reads:
@@ -353,7 +353,7 @@ def _distance(first: Weights, second: Weights) -> float:
         return float("inf")
     gaps = [np.linalg.norm(np.subtract(first[name], second[name], dtype=np.float64)) for name in first]
     size = np.linalg.norm([np.linalg.norm(each.astype(np.float64)) for each in first.values()])
-    return float(np.linalg.norm(gaps) / max(size, 1e-30))
+    return float(np.linalg.norm(gaps)) / max(float(size), 1e-30)
 
 
 def kill_during_save(evidence: Evidence) -> Check:
