@@ -17,9 +17,7 @@ CONFORM = {
 }
 
 torch.manual_seed(1)
-loop = paceline.Loop(
-    "run", watched(Samples()), batch_size=4, epochs=3, seed=1, overrides={"checkpoint.every": "5 steps"}
-)
+loop = paceline.Loop("run", watched(Samples()), batch_size=4, epochs=3, seed=1, checkpoint_every="5 steps")
 model = loop.prepare(torch.nn.Linear(8, 2))
 optimizer = loop.keep(torch.optim.SGD(model.parameters(), lr=0.1))
 for _, batch in loop:

@@ -98,8 +98,8 @@ class Evidence:
             raise NotAskedError("no resumed run came to its end")
         return found
 
-    def position(self, kill: Kill) -> int:
-        """Return how many units were used up to the newest checkpoint at a kill.
+    def positions(self, kill: Kill) -> list[int]:
+        """Return how many units were used up to each checkpoint before a kill, the newest last; 0 if there is none.
 
         Raises:
             NotAskedError: If the steps of its name do not divide the units.
@@ -109,9 +109,8 @@ class Evidence:
             whole, rest = divmod(self.epochs.total, steps)
             if rest:
                 raise NotAskedError(f"{self.epochs.total} units are not {steps} equal steps: report used(ids)")
-            return max(kill.steps, default=0) * whole
-        saves = kill.before.trace.saves
-        return saves[-1][self.first.trace.kind] if saves else 0
+            return [0, *(step * whole for step in kill.steps)]
+        return [0, *(save[self.first.trace.kind] for save in kill.before.trace.saves)]
 
     def difference(self, kill: Kill) -> tuple[int, Difference]:
         """Return the position of a kill's checkpoint, and the first epoch that differs.
@@ -119,7 +118,7 @@ class Evidence:
         Raises:
             NotAskedError: If samples were read that the program may have skipped.
         """
-        epochs, at = self.epochs, self.position(kill)
+        epochs, at = self.epochs, self.positions(kill)[-1]
         again = len(kill.resumed.trace.units.get(0, ())) - (epochs.total - at)
         if not self.first.trace.used and again > epochs.per_epoch // READ_AHEAD:
             raise NotAskedError(f"{again} samples were read again, and used or skipped: report used(ids) to ask this")
@@ -371,9 +370,9 @@ def kill_during_save(evidence: Evidence) -> Check:
     if any(evidence.difference(each)[1] for each in evidence.resumed()):
         raise NotAskedError("samples differ after any resume, see samples_after_resume")
     epochs, kind = evidence.epochs, evidence.first.trace.kind
-    positions = {save[kind] for save in (*evidence.first.trace.saves, *kill.before.trace.saves)}
-    at = kill.before.trace.saves[-1][kind] if kill.before.trace.saves else 0
-    candidates = [near for each in sorted(positions, reverse=True) for near in epochs.near(each, kind)]
+    positions = sorted({*evidence.positions(kill), len(kill.before.trace.units[0])}, reverse=True)
+    candidates = [near for each in positions if each for near in epochs.near(each, kind)]
+    at = evidence.positions(kill)[-1]
     position, found = epochs.best(kill.before.trace, kill.resumed.trace, [*candidates, 0])
     problems = []
     if found:
