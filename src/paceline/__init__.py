@@ -29,7 +29,7 @@ COMMANDS = ("audit", "evaluate", "export", "predict", "report", "resume")
 # Modules that are public as a whole, in addition to this one.
 PUBLIC_MODULES = (
     *("paceline.tasks", "paceline.order", "paceline.checkpoints", "paceline.ledger", "paceline.scores"),
-    "paceline.shards",
+    *("paceline.conform", "paceline.shards"),
 )
 
 

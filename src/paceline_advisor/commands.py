@@ -458,6 +458,33 @@ class Drill(RecipeCommand):
     keep: Annotated[bool, "Keep the scratch directory, and print its path."] = False
 
 
+@command("conform", runs="paceline_advisor.conform.study:conform", group="Verify", place=4)
+@frozen
+class Conform:
+    """Kill and resume anybody's training program, and list the samples it loses.
+
+    PROGRAM describes it: a folder with conform.yaml, a YAML file, or a Python file with CONFORM = {...}. The program
+    runs undisturbed twice, is killed in the middle of epochs and of a save, and is resumed by its own command, in
+    temporary directories. In the program, only the data set is wrapped: paceline.conform.watched(dataset).
+
+    Exits with 0 if nothing was found, 1 if a check failed, and 3 if nothing could be asked.
+
+    Examples:
+      paceline conform examples/conform/lightning_trainer.py
+      paceline conform program.py --processes 1,2,3 --json
+    """
+
+    program: Annotated[Path, Shape(argument=True)]
+    processes: Annotated[
+        tuple[int, ...],
+        Ge(1),
+        Shape(metavar="N,..."),
+        "Processes to try (default: 1, and 2 if the program takes several).",
+    ] = ()
+    python: Annotated[Path | None, Shape(metavar="FILE"), "Interpreter of the program (default: this one)."] = None
+    output: Output = None
+
+
 def _steps(text: str) -> range:
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):

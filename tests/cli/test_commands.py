@@ -42,7 +42,7 @@ IN_ORDER = {
     "Data": "check-data review pack",
     "Before a run": "estimate plan scale",
     "Advise": "doctor find-lr find-batch tune",
-    "Verify": "audit verify diff seen prove drill",
+    "Verify": "audit verify diff seen conform prove drill",
     "Study": "bench roofline noise-scale sweep-batch landscape formulas",
     "More": "recipes models explain import labs env mlperf completion",
 }

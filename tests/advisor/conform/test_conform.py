@@ -1,0 +1,171 @@
+"""What `paceline conform` finds in a plain program: nothing in correct ones, and each planted fault by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import PacelineError
+from paceline_advisor.commands import Conform
+from paceline_advisor.conform.description import DescriptionError, read_description
+from paceline_advisor.conform.study import ConformReport, conform
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ConformReport]:
+    """``asked(planted, processes, **description)``: the report on the plain program."""
+
+    def ask(planted: str, processes: int = 1, **keys: Any) -> ConformReport:
+        monkeypatch.setenv("PLANTED", planted)
+        command = "{python} {here}/plain.py"
+        if processes > 1:
+            command = "{python} {here}/launch.py {processes} {here}/plain.py"
+        lines = {
+            "start": command.replace("{here}", str(HERE)),
+            "resume": f"{command} --resume".replace("{here}", str(HERE)),
+            "epochs": 3,
+            "checkpoints": "out/ck*.json",
+            "weights": "final.safetensors",
+            **keys,
+        }
+        file = tmp_path / "conform.yaml"
+        file.write_text("\n".join(f"{name}: {each!r}" for name, each in lines.items()).replace("True", "true"))
+        return conform(Conform(program=file, processes=(processes,)), lambda _: None)
+
+    return ask
+
+
+def failed(report: ConformReport) -> dict[str, str]:
+    """Return the checks that failed, with their evidence."""
+    return {check.name: check.evidence for check in report.checks if check.verdict == "failed"}
+
+
+def test_a_correct_program_passes_everything_it_can_be_asked(asked: Callable[..., ConformReport]) -> None:
+    report = asked("", 2, random=True)
+    assert failed(report) == {}
+    assert {check.verdict for check in report.checks} == {"passed"}
+
+
+def test_a_kill_in_mid_epoch_names_the_samples_that_are_repeated(asked: Callable[..., ConformReport]) -> None:
+    report = asked("restarts-epoch")
+    evidence = failed(report)["samples_after_resume"]
+    assert "resumed after 5 batches: in epoch 0, 20 repeated (1, 3, 12, 17" in evidence
+    (check,) = (check for check in report.checks if check.name == "samples_after_resume")
+    assert (check.repeated, check.missing) == (20, 0)
+    assert "PACELINE_CONFORM_STOP=" in check.repeat
+    assert report.to_json()["checks"][-1].keys() >= {"name", "processes", "verdict", "evidence"}
+
+
+PLANTED = [
+    ("skips-rest", "samples_after_resume"),
+    ("skips-batch", "samples_after_resume"),
+    ("repeats-batch", "samples_after_resume"),
+    ("reshuffled", "samples_after_resume"),
+    ("unseeded", "samples_after_resume"),
+    ("begins-again", "samples_after_resume"),
+    ("one-more-epoch", "samples_after_resume"),
+    ("one-epoch-less", "samples_after_resume"),
+    ("later-epochs", "order_after_resume"),
+    ("no-weights", "weights_after_resume"),
+    ("no-momentum", "weights_after_resume"),
+    ("no-average", "weights_after_resume"),
+    ("rate-restarts", "values_after_resume"),
+    ("rate-off-by-one", "values_after_resume"),
+    ("in-place", "kill_during_save"),
+    ("removes-first", "kill_during_save"),
+    ("cannot-resume", "resumes"),
+    ("drops", "epoch_samples"),
+    ("pads", "epoch_samples"),
+    ("replacement", "epoch_samples"),
+    ("last-sample", "epoch_samples"),
+    ("random-restarts", "random_state"),
+    ("same-each-epoch", "random_state"),
+    ("loader-process", "random_state"),
+    ("fixed-augmentation", "random_state"),
+    ("unsharded", "same_batch_on_ranks"),
+    ("rank-repeats", "samples_after_resume"),
+    ("evaluation-pads", "evaluation_samples"),
+    ("evaluation-drops", "evaluation_samples"),
+    ("same-on-ranks", "random_state"),
+]
+SEVERAL = {"unsharded", "rank-repeats", "evaluation-pads", "evaluation-drops", "same-on-ranks"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("planted", "check"), PLANTED, ids=[planted for planted, _ in PLANTED])
+def test_a_planted_fault_is_named(planted: str, check: str, asked: Callable[..., ConformReport]) -> None:
+    found = failed(asked(planted, 2 if planted in SEVERAL else 1, random=planted == "fixed-augmentation"))
+    assert check in found
+    follows = {"order_after_resume", "weights_after_resume", "values_after_resume"}
+    assert found.keys() - follows <= {check}, found
+
+
+CORRECT: dict[str, dict[str, Any]] = {
+    "own-seed": {},
+    "saved-random": {},
+    "saved-order": {},
+    "drops-as-described": {"epoch": "drop"},
+    "pads-as-described": {"epoch": "pad"},
+    "replacement-as-described": {"epoch": "drawn"},
+    "stream": {},
+    "reads-only": {},
+    "reads-skipped": {},
+    "in-thread": {"checkpoints": "out/ck-{step}.json", "steps": 48},
+    "step-names": {"checkpoints": "out/ck-{step}.json", "steps": 48},
+    "epoch-saves": {},
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("planted", CORRECT)
+def test_nothing_is_found_in_a_correct_variant(planted: str, asked: Callable[..., ConformReport]) -> None:
+    report = asked(planted, **CORRECT[planted])
+    assert failed(report) == {}
+    assert sum(check.verdict == "passed" for check in report.checks) >= 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stat": "x"}, "unknown key 'stat'. Did you mean 'start'?"),
+        ({"epochs": 0}, "epochs: 0 must be a whole number of at least 1"),
+        ({"epoch": "twice"}, "epoch: 'twice' must be once, drop, pad or drawn"),
+        ({"checkpoints": "ck-{step}.pt"}, "so steps is needed"),
+        ({"checkpoints": "../ck.pt"}, "must be relative to the working directory"),
+        ({"resume": "{python} x --nproc {processes}"}, "{processes} must be in both start and resume"),
+        ({"start": "python 'x"}, "is not a command"),
+    ],
+)
+def test_a_wrong_description_is_refused_in_one_sentence(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    keys = {"start": "{python} x", "resume": "{python} x", "epochs": 3, "checkpoints": "ck.pt", **change}
+    file = tmp_path / "program.py"
+    file.write_text(f"raise SystemExit('not run')\nCONFORM = {keys!r}\n")
+    with pytest.raises(DescriptionError) as error:
+        read_description(file)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_program_that_fails_undisturbed_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(
+        "CONFORM = {'start': '{python} -c 1/0', 'resume': '{python} -c 1', 'epochs': 1, 'checkpoints': 'ck.pt'}\n"
+    )
+    with pytest.raises(PacelineError, match=r"fails undisturbed .*ZeroDivisionError") as error:
+        conform(Conform(program=file), lambda _: None)
+    assert error.value.exit_code == 2
+
+
+def test_a_program_that_reports_nothing_cannot_be_asked(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(
+        "CONFORM = {'start': '{python} -c 1', 'resume': '{python} -c 1', 'epochs': 1, 'checkpoints': 'ck.pt'}\n"
+    )
+    report = conform(Conform(program=file), lambda _: None)
+    assert {check.verdict for check in report.checks} == {"not_applicable"}
+    assert getattr(report.__paceline__().ok, "exit_code", None) == 3
