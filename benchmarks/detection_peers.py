@@ -1,14 +1,15 @@
 """Compare detectors from Paceline and Ultralytics, after a few processor minutes on a hundred pictures.
 
-Two generated sets in YOLO's layout: `shapes`, four classes of filled shapes on noise, and `letters`, six letters on
-stripes. Each contender is used as its first page says, from scratch, by a separate process; Ultralytics' program is
-peers/detection_ultralytics.py. Two short runs find out how many epochs the budget of processor seconds holds, imports
-included; each round has its seed. pycocotools scores the predictions of both on the same held-out pictures.
+Two generated sets in COCO's layout: `shapes`, four classes of filled shapes on noise, and `letters`, six letters on
+stripes. Each contender trains from scratch, on one thread, in a separate process: Paceline by `paceline train FOLDER`,
+Ultralytics by peers/detection_ultralytics.py. Two short runs measure how many epochs fit the budget of processor
+seconds, imports included; each round has its seed. pycocotools scores the predictions of both on the same held-out
+pictures.
 
     python benchmarks/detection_peers.py [--seconds 100] [--rounds 2] [--sets shapes,letters] [--python PYTHON]
 
 ``--python`` is an interpreter with Ultralytics, instead of the one that peers/environments.py makes. ``--paceline``
-adds overrides to Paceline's command, to compare choices.
+adds overrides to Paceline's command and ``--ultralytics`` replaces settings, to compare choices.
 """
 
 from __future__ import annotations
@@ -67,15 +68,16 @@ def background(kind: str, draws: np.random.Generator) -> Image.Image:
     return Image.fromarray(draws.integers(0, 110, (20, 20, 3), dtype=np.uint8)).resize((SIDE, SIDE))
 
 
-def make_set(kind: str, root: Path) -> list[dict[str, Any]]:
-    """Write the pictures in YOLO's layout; returns the held-out objects as COCO's annotations."""
-    draws, truths = np.random.default_rng(0), list[dict[str, Any]]()
+def make_set(kind: str, root: Path) -> None:
+    """Write the pictures in COCO's layout."""
+    draws = np.random.default_rng(0)
+    categories = [{"id": number, "name": name} for number, name in enumerate(CLASSES[kind], 1)]
+    (root / "annotations").mkdir(parents=True)
     for split, count in COUNTS.items():
-        for part in ("images", "labels"):
-            (root / part / split).mkdir(parents=True)
+        images, objects = list[dict[str, Any]](), list[dict[str, Any]]()
+        (root / f"{split}2017").mkdir()
         for number in range(count):
-            picture, lines = background(kind, draws), list[str]()
-            taken = np.zeros((SIDE, SIDE), dtype=bool)
+            picture, taken = background(kind, draws), np.zeros((SIDE, SIDE), dtype=bool)
             for _ in range(int(draws.integers(1, 7))):
                 label, side = int(draws.integers(len(CLASSES[kind]))), int(draws.integers(16, 56))
                 object_, mask = stamp(kind, CLASSES[kind][label], side, draws)
@@ -85,28 +87,20 @@ def make_set(kind: str, root: Path) -> list[dict[str, Any]]:
                     continue
                 taken[top : top + height, left : left + width] = True
                 picture.paste(object_, (left, top), mask)
-                shares = ((left + width / 2) / SIDE, (top + height / 2) / SIDE, width / SIDE, height / SIDE)
-                lines.append(" ".join([str(label), *(f"{each:.6f}" for each in shares)]))
-                if split == "val":
-                    box = {"bbox": [left, top, width, height], "area": width * height, "iscrowd": 0}
-                    truths.append({"id": len(truths) + 1, "image_id": number, "category_id": label, **box})
-            picture.save(root / "images" / split / f"{number:03}.png")
-            (root / "labels" / split / f"{number:03}.txt").write_text("\n".join(lines))
-    names = {"names": dict(enumerate(CLASSES[kind])), "path": str(root), "train": "images/train", "val": "images/val"}
-    (root / "data.yaml").write_text(json.dumps(names))
-    return truths
+                box = {"bbox": [left, top, width, height], "area": width * height, "iscrowd": 0}
+                objects.append({"id": len(objects) + 1, "image_id": number, "category_id": label + 1, **box})
+            images.append({"id": number, "file_name": f"{number:03}.png", "width": SIDE, "height": SIDE})
+            picture.save(root / f"{split}2017" / f"{number:03}.png")
+        annotations = {"images": images, "annotations": objects, "categories": categories}
+        (root / "annotations" / f"instances_{split}2017.json").write_text(json.dumps(annotations))
 
 
-def score(kind: str, truths: list[dict[str, Any]], found: list[dict[str, Any]]) -> dict[str, float]:
+def score(root: Path, found: list[dict[str, Any]]) -> dict[str, float]:
     """Score boxes as COCO does, in %."""
-    images = [{"id": number, "width": SIDE, "height": SIDE} for number in range(COUNTS["val"])]
-    categories = [{"id": number, "name": name} for number, name in enumerate(CLASSES[kind])]
+    if not found:
+        return dict.fromkeys(FIGURES, 0.0)
     with contextlib.redirect_stdout(None):
-        truth = COCO()
-        truth.dataset = {"images": images, "annotations": truths, "categories": categories}
-        truth.createIndex()
-        if not found:
-            return dict.fromkeys(FIGURES, 0.0)
+        truth = COCO(str(root / "annotations" / "instances_val2017.json"))
         judged = COCOeval(truth, truth.loadRes(found), "bbox")
         judged.evaluate()
         judged.accumulate()
@@ -134,11 +128,12 @@ def once(options: argparse.Namespace, who: str, root: Path, epochs: int, seed: i
         if who == "Ultralytics":
             python = options.python or environments.python_of("ultralytics")
             program = str(PEERS / "detection_ultralytics.py")
-            seconds = run([str(python), program, str(root), str(SIDE), str(epochs), str(out), str(seed)], folder)
+            what = [str(each) for each in (root, SIDE, epochs, out, seed, options.ultralytics)]
+            seconds = run([str(python), program, *what], folder)
             return seconds, json.loads(out.read_text())
         paceline = [sys.executable, "-m", "paceline"]
-        chosen = [f"train.duration={epochs} epochs", f"seed={seed}", "evaluate.every=off", *options.paceline]
-        seconds = run([*paceline, "train", str(root), *chosen, "--run-dir", "run"], folder)
+        chosen = [f"train.duration={epochs} epochs", f"seed={seed}", "evaluate.every=off", "parallel.threads=1"]
+        seconds = run([*paceline, "train", str(root), *chosen, *options.paceline, "--run-dir", "run"], folder)
         run([*paceline, "evaluate", "run", "--predictions", "found.jsonl"], folder)
         lines = (Path(folder) / "found.jsonl").read_text().splitlines()
         return seconds, [box for line in lines for box in boxes_of(json.loads(line))]
@@ -150,7 +145,7 @@ def boxes_of(line: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "image_id": image,
-            "category_id": label,
+            "category_id": label + 1,
             "score": sure,
             "bbox": [left, top, right - left, bottom - top],
         }
@@ -172,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sets", default=",".join(CLASSES))
     parser.add_argument("--python", type=Path)
     parser.add_argument("--paceline", type=shlex.split, default=[])
+    parser.add_argument("--ultralytics", default="{}", help="settings of its training, as JSON")
     parser.add_argument("--contenders", default="Paceline,Ultralytics")
     parser.add_argument("--dry-run", action="store_true", help="print, write no result files")
     options = parser.parse_args(arguments)
@@ -179,19 +175,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="detection-") as scratch:
         for kind in options.sets.split(","):
             root = Path(scratch) / kind
-            truths, of_set = make_set(kind, root), dict[str, Any]()
+            make_set(kind, root)
+            of_set = dict[str, Any]()
             for who in options.contenders.split(","):
                 of_set[who] = {"epochs": epochs_in(options, who, root), "seconds": [], **{each: [] for each in FIGURES}}
                 print(f"{kind}, {who}: {of_set[who]['epochs']} epochs", flush=True)
             for seed in range(options.rounds):
                 for who, seen in of_set.items():
                     seconds, boxes = once(options, who, root, seen["epochs"], seed)
-                    for name, value in {"seconds": seconds, **score(kind, truths, boxes)}.items():
+                    for name, value in {"seconds": seconds, **score(root, boxes)}.items():
                         seen[name].append(value)
                     print(f"{kind}, {who}: mAP {seen['map'][-1]:.1f} in {seconds:.0f} s", flush=True)
             found[kind] = of_set
     setting = (
-        f"{options.seconds:.0f} seconds of the processor for each, from scratch, one command; {COUNTS['train']} "
+        f"{options.seconds:.0f} seconds of the processor for each, from scratch, on one thread; {COUNTS['train']} "
         f"pictures of {SIDE} pixels, scored on {COUNTS['val']} others; medians of {options.rounds} seeds."
     )
     lines = [
