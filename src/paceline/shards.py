@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.data.disk_cache import stamp_of
 from paceline.data.shard_order import ShardSizes
-from paceline.data.shards.formats import FORMATS, Place, Rows, open_shard
+from paceline.data.shards.formats import FORMATS, Rows, ShardFiles, open_shard
 from paceline.data.shards.index import count_samples
 from paceline.errors import DataError, StorageError, data_error
 from paceline.parsing.arguments import folder, whole
@@ -144,7 +144,7 @@ class _Files:
     names: list[str]
 
     @classmethod
-    def of(cls, path: str | Path | list[str] | list[Path], skipped: SkippedItems) -> Place:
+    def of(cls, path: str | Path | list[str] | list[Path], skipped: SkippedItems) -> ShardFiles:
         if isinstance(path, list):
             return cls(Path(), [os.path.abspath(folder("path", each)) for each in path])
         root = folder("path", path)

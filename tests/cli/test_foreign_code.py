@@ -31,6 +31,7 @@ TAKES_RUN = {"recipe", "target", "targets", "source", "run", "run_dir", "runs", 
 TAKES_NONE = {"overrides", "sources", "destination", "pattern", "name", "arguments", "action", "shell", "number", "key"}
 GIVEN = {"sample": "a-file.jpg"}  # before a run
 TAKES_NONE |= {"folder", "file", "trainer"}  # of labs, whose notebooks are one's own
+TAKES_NONE |= {"program"}  # of conform, which is there to run it
 REQUIRED = {
     "--batch-sizes": "32",
     "--to": "top1_accuracy=90",

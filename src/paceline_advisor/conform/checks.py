@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from paceline_advisor import Json, frozen, named
 from paceline_advisor.conform.description import Description
-from paceline_advisor.conform.runs import Kill, Run, Weights
-from paceline_advisor.conform.samples import READ_AHEAD, Difference, Epochs, ids_of
+from paceline_advisor.conform.runs import Kill, ProgramRun, Weights
+from paceline_advisor.conform.samples import READ_AHEAD, ProgramEpochs, SampleDifference, ids_of
 from paceline_advisor.conform.trace import Read
 
 Verdict = Literal["passed", "failed", "not_applicable"]
@@ -19,7 +19,7 @@ _TIMES_THE_SPREAD = 10
 
 
 @frozen
-class Check:
+class ConformCheck:
     """One question and its answer.
 
     Attributes:
@@ -50,7 +50,7 @@ class NotAskedError(Exception):
 
 
 @frozen
-class Evidence:
+class ProgramEvidence:
     """The runs of a program with one number of processes.
 
     Attributes:
@@ -64,20 +64,20 @@ class Evidence:
 
     description: Description
     processes: int
-    first: Run
-    second: Run
+    first: ProgramRun
+    second: ProgramRun
     kills: tuple[Kill, ...]
-    weights: Callable[[Run], Weights | None]
+    weights: Callable[[ProgramRun], Weights | None]
 
     @property
-    def epochs(self) -> Epochs:
+    def epochs(self) -> ProgramEpochs:
         """The epochs of the undisturbed run.
 
         Raises:
             NotAskedError: If they are not known.
         """
         try:
-            return Epochs.of(self.first.trace, self.description.epochs, self.description.epoch)
+            return ProgramEpochs.of(self.first.trace, self.description.epochs, self.description.epoch)
         except ValueError as error:
             raise NotAskedError(str(error)) from None
 
@@ -112,7 +112,7 @@ class Evidence:
             return [0, *(step * whole for step in kill.steps)]
         return [0, *(save[self.first.trace.kind] for save in kill.before.trace.saves)]
 
-    def difference(self, kill: Kill) -> tuple[int, Difference]:
+    def difference(self, kill: Kill) -> tuple[int, SampleDifference]:
         """Return the position of a kill's checkpoint, and the first epoch that differs.
 
         Raises:
@@ -128,7 +128,7 @@ class Evidence:
 # ------------------------------------------------------------------------------------------------ undisturbed
 
 
-def epoch_samples(evidence: Evidence) -> Check:
+def epoch_samples(evidence: ProgramEvidence) -> ConformCheck:
     """Whether each epoch of the undisturbed run holds each sample as described."""
     epochs, kind = evidence.epochs, evidence.description.epoch
     if kind == "drawn":
@@ -148,7 +148,7 @@ def epoch_samples(evidence: Evidence) -> Check:
     return _answer(evidence, "epoch_samples", problems, f"{size}: each as described ({kind})", evidence.first.shown)
 
 
-def same_batch_on_ranks(evidence: Evidence) -> Check:
+def same_batch_on_ranks(evidence: ProgramEvidence) -> ConformCheck:
     """Whether ranks share the samples of a step, or all use the same."""
     if evidence.processes == 1:
         raise NotAskedError("one process")
@@ -159,7 +159,7 @@ def same_batch_on_ranks(evidence: Evidence) -> Check:
     return _answer(evidence, "same_batch_on_ranks", problems, "ranks used other samples", evidence.first.shown)
 
 
-def _same_on_ranks(epochs: Epochs) -> int:
+def _same_on_ranks(epochs: ProgramEpochs) -> int:
     """Return in how many batches all ranks used the same samples, if it is most of them."""
     if len(epochs.units) == 1:
         return 0
@@ -169,7 +169,7 @@ def _same_on_ranks(epochs: Epochs) -> int:
     return same if 2 * same > epochs.total else 0
 
 
-def evaluation_samples(evidence: Evidence) -> Check:
+def evaluation_samples(evidence: ProgramEvidence) -> ConformCheck:
     """Whether evaluations count each sample equally often."""
     trace = evidence.first.trace
     counts = trace.scored or trace.scored_reads
@@ -187,7 +187,7 @@ def evaluation_samples(evidence: Evidence) -> Check:
     return _answer(evidence, "evaluation_samples", problems, passed, evidence.first.shown)
 
 
-def random_state(evidence: Evidence) -> Check:
+def random_state(evidence: ProgramEvidence) -> ConformCheck:
     """Whether random draws of the data set are repeated for other samples, in other epochs, or after a resume."""
     reads = evidence.first.trace.training_reads
     repeat = evidence.first.shown
@@ -235,7 +235,7 @@ def _shared_draws(first: Sequence[Read], second: Sequence[Read], when: str) -> I
 # ------------------------------------------------------------------------------------------------ killed and resumed
 
 
-def resumes(evidence: Evidence) -> Check:
+def resumes(evidence: ProgramEvidence) -> ConformCheck:
     """Whether the resume command works."""
     if not evidence.kills:
         evidence.resumed()
@@ -244,7 +244,7 @@ def resumes(evidence: Evidence) -> Check:
     return _answer(evidence, "resumes", problems, _moments(evidence.kills), *(kill.repeat for kill in failed))
 
 
-def samples_after_resume(evidence: Evidence) -> Check:
+def samples_after_resume(evidence: ProgramEvidence) -> ConformCheck:
     """Whether the epoch of a resume, and those after it, hold each sample as in an undisturbed run."""
     kills, epochs = evidence.resumed(), evidence.epochs
     if epochs.is_drawn and not evidence.is_repeatable:
@@ -263,12 +263,14 @@ def samples_after_resume(evidence: Evidence) -> Check:
                 f"({_list(found.never) or 'none'}){length_text}"
             )
     passed = f"{_moments(kills)}: none repeated, none missing"
-    worst = max((found for _, found in failed), key=lambda each: each.repeated + each.missing, default=Difference())
+    worst = max(
+        (found for _, found in failed), key=lambda each: each.repeated + each.missing, default=SampleDifference()
+    )
     check = _answer(evidence, "samples_after_resume", problems, passed, *(kill.repeat for kill, _ in failed))
     return _with(check, repeated=worst.repeated, missing=worst.missing)
 
 
-def order_after_resume(evidence: Evidence) -> Check:
+def order_after_resume(evidence: ProgramEvidence) -> ConformCheck:
     """Whether samples after a resume come in the order of the undisturbed run."""
     kills, epochs = evidence.resumed(), evidence.epochs
     if not evidence.is_repeatable:
@@ -290,7 +292,7 @@ def order_after_resume(evidence: Evidence) -> Check:
     )
 
 
-def values_after_resume(evidence: Evidence) -> Check:
+def values_after_resume(evidence: ProgramEvidence) -> ConformCheck:
     """Whether numbers such as the learning rate continue as in the undisturbed run."""
     first, second = evidence.first.trace.values, evidence.second.trace.values
     if not first:
@@ -319,7 +321,7 @@ def values_after_resume(evidence: Evidence) -> Check:
     return _answer(evidence, "values_after_resume", problems, passed, *(kill.repeat for kill in failed))
 
 
-def weights_after_resume(evidence: Evidence) -> Check:
+def weights_after_resume(evidence: ProgramEvidence) -> ConformCheck:
     """Whether final weights after a resume are those of an undisturbed run."""
     kills = evidence.resumed()
     first, second = evidence.weights(evidence.first), evidence.weights(evidence.second)
@@ -355,7 +357,7 @@ def _distance(first: Weights, second: Weights) -> float:
     return float(np.linalg.norm(gaps)) / max(float(size), 1e-30)
 
 
-def kill_during_save(evidence: Evidence) -> Check:
+def kill_during_save(evidence: ProgramEvidence) -> ConformCheck:
     """Whether a whole checkpoint is left after a kill within a save, and is resumed."""
     if not evidence.kills:
         evidence.resumed()
@@ -397,19 +399,19 @@ CHECKS = (
 )
 
 
-def ask(evidence: Evidence) -> Iterator[Check]:
+def ask(evidence: ProgramEvidence) -> Iterator[ConformCheck]:
     """Yield the answer to each question."""
     for check in CHECKS:
         try:
             yield check(evidence)
         except NotAskedError as reason:
-            yield Check(
+            yield ConformCheck(
                 name=check.__name__, processes=evidence.processes, verdict="not_applicable", evidence=str(reason)
             )
 
 
-def _answer(evidence: Evidence, name: str, problems: Sequence[str], passed: str, *repeat: str) -> Check:
-    return Check(
+def _answer(evidence: ProgramEvidence, name: str, problems: Sequence[str], passed: str, *repeat: str) -> ConformCheck:
+    return ConformCheck(
         name=name,
         processes=evidence.processes,
         verdict="failed" if problems else "passed",
@@ -418,8 +420,8 @@ def _answer(evidence: Evidence, name: str, problems: Sequence[str], passed: str,
     )
 
 
-def _with(check: Check, **numbers: int) -> Check:
-    return Check(**{**vars(check), **numbers})
+def _with(check: ConformCheck, **numbers: int) -> ConformCheck:
+    return ConformCheck(**{**vars(check), **numbers})
 
 
 def _moments(kills: Iterable[Kill]) -> str:

@@ -21,7 +21,7 @@ def ids_of(units: Units) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Difference:
+class SampleDifference:
     """An epoch whose samples are not those of an undisturbed one; falsy without one.
 
     Attributes:
@@ -43,7 +43,7 @@ class Difference:
 
 
 @frozen
-class Epochs:
+class ProgramEpochs:
     """The epochs of an undisturbed run.
 
     Attributes:
@@ -59,7 +59,7 @@ class Epochs:
     is_drawn: bool
 
     @classmethod
-    def of(cls, trace: Trace, epochs: int, epoch: str) -> Epochs:
+    def of(cls, trace: Trace, epochs: int, epoch: str) -> ProgramEpochs:
         """Divide a run into its epochs.
 
         Raises:
@@ -111,7 +111,7 @@ class Epochs:
                 result[number][rank] = [*old, *after[0 if number == first else begin : end]]
         return result
 
-    def compare(self, joined: dict[int, Units]) -> Difference:
+    def compare(self, joined: dict[int, Units]) -> SampleDifference:
         """Return the first epoch whose samples are not those of an undisturbed one."""
         wholes = [Counter(ids_of(self.epoch(number))) for number in range(self.epochs)]
         for number, units in joined.items():
@@ -120,17 +120,17 @@ class Epochs:
                 continue
             if self.is_drawn:
                 more, fewer = found - expected, expected - found
-                return Difference(number, more.total(), fewer.total(), tuple(more), tuple(fewer))
+                return SampleDifference(number, more.total(), fewer.total(), tuple(more), tuple(fewer))
             most = max(count for whole in wholes for count in whole.values())
             repeated = sum(found.values()) - len(found) - max(whole.total() - len(whole) for whole in wholes)
             lost = [name for name in sorted(self.universe, key=_place) if name not in found]
             missing = len(lost) - max(len(self.universe - whole.keys()) for whole in wholes)
             if repeated > 0 or missing > 0:
                 twice = tuple(name for name in sorted(found, key=_place) if found[name] > most)
-                return Difference(number, max(0, repeated), max(0, missing), twice, tuple(lost))
-        return Difference()
+                return SampleDifference(number, max(0, repeated), max(0, missing), twice, tuple(lost))
+        return SampleDifference()
 
-    def best(self, before: Trace, resumed: Trace, positions: Iterable[int]) -> tuple[int, Difference]:
+    def best(self, before: Trace, resumed: Trace, positions: Iterable[int]) -> tuple[int, SampleDifference]:
         """Return the position of a checkpoint that explains a resumed run best, the first of equal ones."""
         compared = [(at, self.compare(self.joined(before, resumed, at))) for at in positions]
         return min(compared, key=lambda each: each[1].repeated + each[1].missing)

@@ -21,7 +21,7 @@ from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline_advisor import Json, frozen
 from paceline_advisor.commands import Conform
-from paceline_advisor.conform.checks import Check, Evidence, NotAskedError, ask
+from paceline_advisor.conform.checks import ConformCheck, NotAskedError, ProgramEvidence, ask
 from paceline_advisor.conform.description import DescriptionError, read_description
 from paceline_advisor.conform.runs import Kill, Program, ProgramError, torn_file
 from paceline_advisor.launches import check_can_watch
@@ -58,7 +58,7 @@ class ConformReport:
     program: str
     versions: dict[str, str | None]
     seconds: float
-    checks: tuple[Check, ...]
+    checks: tuple[ConformCheck, ...]
 
     def count(self, verdict: str) -> int:
         """Return how many checks ended so."""
@@ -115,7 +115,7 @@ def conform(options: Conform, log: Log) -> ConformReport:
     with tempfile.TemporaryDirectory(prefix="paceline-conform-", ignore_cleanup_errors=True) as scratch:
         program = Program(description=description, here=here, python=python, scratch=Path(scratch))
         versions = _versions(python, description.packages)
-        checks: list[Check] = []
+        checks: list[ConformCheck] = []
         for count in sorted({*counts}):
             checks += ask(_evidence(program, count, log))
     return ConformReport(
@@ -132,7 +132,7 @@ def _versions(python: Path, packages: tuple[str, ...]) -> dict[str, str | None]:
     return versions
 
 
-def _evidence(program: Program, processes: int, log: Log) -> Evidence:
+def _evidence(program: Program, processes: int, log: Log) -> ProgramEvidence:
     """Run the program with so many processes, undisturbed and killed."""
     whole = []
     for name in ("first", "second"):
@@ -141,7 +141,7 @@ def _evidence(program: Program, processes: int, log: Log) -> Evidence:
         if run.code:
             raise ProgramError(f"the program fails undisturbed (exit code {run.code}): {run.message}")
         whole.append(run)
-    evidence = Evidence(
+    evidence = ProgramEvidence(
         description=program.description,
         processes=processes,
         first=whole[0],
@@ -166,7 +166,7 @@ def _evidence(program: Program, processes: int, log: Log) -> Evidence:
     return replace(evidence, kills=tuple(kills))
 
 
-def _moments(program: Program, evidence: Evidence) -> Iterator[tuple[str, str, Json]]:
+def _moments(program: Program, evidence: ProgramEvidence) -> Iterator[tuple[str, str, Json]]:
     """Yield where to kill the program: name, moment in words, and what stops it."""
     epochs, trace = evidence.epochs, evidence.first.trace
     kind, size, total = trace.kind, epochs.per_epoch, epochs.total

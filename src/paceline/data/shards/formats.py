@@ -25,7 +25,7 @@ _BLOCK = 2**24
 _BLANK = (b"", b"\r")
 
 
-class Place(Protocol):
+class ShardFiles(Protocol):
     """Where shards are: a folder, or an address with copies of some of its files here."""
 
     @property
@@ -194,7 +194,7 @@ _MDS_KINDS: Mapping[str, Callable[[bytes], Any]] = {
 }
 
 
-def _mds(place: Place, name: str, path: Path) -> MdsSamples:
+def _mds(place: ShardFiles, name: str, path: Path) -> MdsSamples:
     """Open a shard by the index of its folder, which has each column's name, kind, and size if all have the same."""
     folder, slash, last = name.rpartition("/")
     try:
@@ -210,7 +210,7 @@ def _mds(place: Place, name: str, path: Path) -> MdsSamples:
     return MdsSamples(path, [(column, _MDS_KINDS[kind], size) for column, kind, size in named])
 
 
-FORMATS: Mapping[str, Callable[[Place, str, Path], Rows]] = {
+FORMATS: Mapping[str, Callable[[ShardFiles, str, Path], Rows]] = {
     "jsonl": lambda _place, _name, path: JsonLines(path),
     "mds": _mds,
     "ndjson": lambda _place, _name, path: JsonLines(path),
@@ -220,7 +220,7 @@ FORMATS: Mapping[str, Callable[[Place, str, Path], Rows]] = {
 """How a shard is opened, by the ending of its name."""
 
 
-def open_shard(place: Place, name: str) -> Rows:
+def open_shard(place: ShardFiles, name: str) -> Rows:
     """Open a shard.
 
     Raises:

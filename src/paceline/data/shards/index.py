@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.shards.formats import Place, open_shard
+from paceline.data.shards.formats import ShardFiles, open_shard
 from paceline.errors import DataError
 from paceline.host.machine import cache_folder
 from paceline.parsing.plain_text import load_json
@@ -22,7 +22,7 @@ from paceline.parsing.plain_text import load_json
 _THREADS = 8
 
 
-def count_samples(place: Place, names: list[str], on_damaged: Callable[[DataError], None]) -> NDArray[np.int64]:
+def count_samples(place: ShardFiles, names: list[str], on_damaged: Callable[[DataError], None]) -> NDArray[np.int64]:
     """Return the number of samples in each shard, int64 [shards]; 0 for those that ``on_damaged`` accepts."""
     joined = "\0".join([repr(place), *names]).encode("utf-8", "surrogateescape")
     memory = cache_folder() / "indexes" / f"shards-{hashlib.sha256(joined).hexdigest()[:32]}.jsonl"
