@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from paceline_advisor import Json, frozen, named
 from paceline_advisor.conform.description import Description
-from paceline_advisor.conform.runs import Kill, ProgramRun, Weights
+from paceline_advisor.conform.runs import Kill, LaunchedRun, Weights
 from paceline_advisor.conform.samples import READ_AHEAD, ProgramEpochs, SampleDifference, ids_of
 from paceline_advisor.conform.trace import Read
 
@@ -64,10 +64,10 @@ class ProgramEvidence:
 
     description: Description
     processes: int
-    first: ProgramRun
-    second: ProgramRun
+    first: LaunchedRun
+    second: LaunchedRun
     kills: tuple[Kill, ...]
-    weights: Callable[[ProgramRun], Weights | None]
+    weights: Callable[[LaunchedRun], Weights | None]
 
     @property
     def epochs(self) -> ProgramEpochs:

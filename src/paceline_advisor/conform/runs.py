@@ -27,7 +27,7 @@ class ProgramError(PacelineError):
 
 
 @frozen
-class ProgramRun:
+class LaunchedRun:
     """One start of the program.
 
     Attributes:
@@ -59,8 +59,8 @@ class Kill:
     """
 
     moment: str
-    before: ProgramRun
-    resumed: ProgramRun
+    before: LaunchedRun
+    resumed: LaunchedRun
     steps: tuple[int, ...] = ()
     is_torn: bool = False
     torn: str | None = None
@@ -81,8 +81,8 @@ class Program:
     scratch: Path
 
     def run(
-        self, name: str, processes: int, *, resumes: ProgramRun | None = None, stop: dict[str, Any] | None = None
-    ) -> ProgramRun:
+        self, name: str, processes: int, *, resumes: LaunchedRun | None = None, stop: dict[str, Any] | None = None
+    ) -> LaunchedRun:
         """Run the program to its end, or to where it has to stop, where all its processes are killed at once."""
         description = self.description
         folder = self.scratch / name if resumes is None else resumes.folder
@@ -118,11 +118,11 @@ class Program:
                 code, overdue = -signal.SIGKILL, [str(error)]
             lines = overdue or launch.err.strip().splitlines()
         call = " ".join([*(f"{key}={shlex.quote(text)}" for key, text in shown.items()), shlex.join(words)])
-        return ProgramRun(
+        return LaunchedRun(
             code=code, message=lines[-1] if lines else "", trace=read_trace(told), folder=folder, shown=call
         )
 
-    def checkpoint_steps(self, run: ProgramRun) -> tuple[int, ...]:
+    def checkpoint_steps(self, run: LaunchedRun) -> tuple[int, ...]:
         """Return the steps in the names of a run's checkpoints, in order."""
         pattern = re.compile(
             re.escape(self.description.checkpoints).replace(r"\{step\}", r"(\d+)").replace(r"\*", ".*")
@@ -130,13 +130,13 @@ class Program:
         names = (path.relative_to(run.folder).as_posix() for path in run.folder.glob(self.description.pattern))
         return tuple(sorted(int(found[1]) for name in names if pattern.groups and (found := pattern.fullmatch(name))))
 
-    def checkpoint_bytes(self, run: ProgramRun) -> int:
+    def checkpoint_bytes(self, run: LaunchedRun) -> int:
         """Return the size of the largest file of a run's checkpoints."""
         tops = list(run.folder.glob(self.description.pattern))
         files = [path for top in tops for path in (top, *top.rglob("*")) if path.is_file()]
         return max((file.stat().st_size for file in files), default=0)
 
-    def weights(self, run: ProgramRun) -> Weights | None:
+    def weights(self, run: LaunchedRun) -> Weights | None:
         """Return the final weights of a run, by name; None if none are described or written."""
         if self.description.weights is None or not (file := run.folder / self.description.weights).is_file():
             return None
@@ -159,7 +159,7 @@ class Program:
         return {"PYTHONPATH": os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))}
 
 
-def torn_file(run: ProgramRun, size: int) -> str | None:
+def torn_file(run: LaunchedRun, size: int) -> str | None:
     """Return the file that a limit of so many bytes cut short; None if the run ended outside a save."""
     if run.code not in (-signal.SIGXFSZ, -signal.SIGKILL, 1):
         return None
