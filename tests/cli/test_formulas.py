@@ -28,4 +28,4 @@ def test_a_roofline_is_one_document(paceline_here: Call) -> None:
     document = paceline_here(*words, "--json").document
     assert document["device"]["name"] == "v100-16gb"
     assert {each["bound"] for each in document["layers"]} == {"compute", "memory"}
-    assert "least ms" in paceline_here(*words, "--top", "2").out
+    assert "least time" in paceline_here(*words, "--top", "2").out

@@ -37,7 +37,7 @@ def test_what_is_copied_is_here_and_is_sent_to_the_builder() -> None:
 def test_everything_that_a_build_reads_is_copied() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     manifest = (ROOT / "MANIFEST.in").read_text(encoding="utf-8")
-    named = {project["project"]["readme"], *project["project"]["license-files"]}
+    named = {"README.md", *project["project"]["license-files"]}  # setup.py reads the first
     named |= {each for line in re.findall(r"^include (.*)", manifest, re.MULTILINE) for each in line.split()}
     folders = project["tool"]["setuptools"]["packages"]["find"]["where"]
     assert {"pyproject.toml", "setup.py", "MANIFEST.in", *folders, *named} == copied_from_here()

@@ -108,6 +108,7 @@ def test_numbers_for_people(written: Callable[[float], str], expected: dict[floa
         (0.01646, "s", "16.5 ms"),
         (2.5e18, "FLOP", "2,500 PFLOP"),
         (0, "FLOP", "0.00 FLOP"),
+        (2.84e-7, "s", "284 ns"),
     ],
 )
 def test_an_amount_has_three_digits_and_a_prefix(value: float, unit: str, expected: str) -> None:

@@ -21,7 +21,17 @@ TimeUnit = Literal["seconds", "minutes", "hours", "days"]
 _TIME = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(seconds?|secs?|s|minutes?|mins?|m|hours?|h|days?|d)\s*$")
 _SECONDS: dict[TimeUnit, float] = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
 
-_PREFIXES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0), ("m", 1e-3), ("µ", 1e-6))
+_PREFIXES = (
+    ("P", 1e15),
+    ("T", 1e12),
+    ("G", 1e9),
+    ("M", 1e6),
+    ("k", 1e3),
+    ("", 1.0),
+    ("m", 1e-3),
+    ("µ", 1e-6),
+    ("n", 1e-9),
+)
 TIME_RULE = "a time is a number above zero with a unit: '90 seconds', '10 minutes' or '2 hours' (or s, m, h, d)"
 
 
