@@ -100,7 +100,9 @@ class BatchOrder(BatchSampler):
             self.batch_size = self._batch_size  # for libraries that share batches among ranks
         if shards is not None and not isinstance(shards, ShardSizes):
             raise DataError(
-                f"shards is {shown(shards)}; give the shard_sizes of paceline.shards.Shards.", key="shards", value=shards
+                f"shards is {shown(shards)}; give the shard_sizes of paceline.shards.Shards.",
+                key="shards",
+                value=shards,
             )
         if shards is not None and shards.ends[-1] != self.samples:
             raise DataError(

@@ -45,8 +45,8 @@ class Shards:
         path: A folder, also with subfolders; a pattern (``"corpus/train-*.tar"``); a list of files; or an address
             (``s3://bucket/corpus``), whose files are copied when they are needed, and deleted when space runs out.
         decode: Makes what ``[i]`` returns of a sample.
-        window: Shards whose samples are mixed with one another. Each process keeps up to twice as many open; the rows of
-            an open parquet file are in memory.
+        window: Shards whose samples are mixed with one another. Each process keeps up to twice as many open; the rows
+            of an open parquet file are in memory.
         skip_damaged: Whether to leave out shards that cannot be read; they are named in ``left_out``.
 
     Attributes:

@@ -44,7 +44,9 @@ class FileCache:
     def of(cls, address: str) -> FileCache:
         """List an address; raises StorageError if nothing is there."""
         if parse_address(address).protocol == "hf":
-            raise StorageError(f"{address} cannot be read file by file; download it (hf download), and give the folder.")
+            raise StorageError(
+                f"{address} cannot be read file by file; download it (hf download), and give the folder."
+            )
         files = list_remote(_remote(address))
         if "" in files:  # the address of a single file
             address, _, name = address.strip().rstrip("/").rpartition("/")

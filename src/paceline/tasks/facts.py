@@ -42,8 +42,8 @@ def read_facts(task: Task, recipe: Recipe, world: World) -> tuple[DataFacts, Tas
             raise DataError(f"{task_name(task)}.sample_shards() has {found}; give both the same.")
         if "classes_sha256" in classes:
             raise RecipeError(
-                f"data.sampling and data.mixture draw samples in any order, but {task_name(task)} reads them a few files "
-                "at a time; leave them out."
+                f"data.sampling and data.mixture draw samples in any order, but {task_name(task)} reads them a few "
+                "files at a time; leave them out."
             )
         data = replace(data, description={**data.description, "shards": shards.facts})
     check_metrics(task)

@@ -359,7 +359,9 @@ def _distance(first: Weights, second: Weights | None) -> float:
     """Return the norm of the difference, relative to that of the first; infinite for other names or shapes, or none."""
     import numpy as np
 
-    if second is None or {name: each.shape for name, each in first.items()} != {name: each.shape for name, each in second.items()}:
+    if second is None or {name: each.shape for name, each in first.items()} != {
+        name: each.shape for name, each in second.items()
+    }:
         return float("inf")
     gaps = [np.linalg.norm(np.subtract(first[name], second[name], dtype=np.float64)) for name in first]
     size = np.linalg.norm([np.linalg.norm(each.astype(np.float64)) for each in first.values()])

@@ -197,7 +197,7 @@ class SizedStream(IterableDataset[int]):
 
 
 def test_a_stream_with_a_length_stays_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paceline.conform, "_LOG", paceline.conform._Log(str(tmp_path)))  # noqa: SLF001  # as within the command
+    monkeypatch.setattr(paceline.conform, "_LOG", paceline.conform._Log(str(tmp_path)))
     stream = paceline.conform.watched(SizedStream())
     assert len(stream) == 5
     assert [each.tolist() for each in DataLoader(stream, batch_size=2)] == [[0, 1], [2, 3], [4]]
@@ -208,7 +208,13 @@ def program(tmp_path: Path) -> Callable[..., tuple[Program, LaunchedRun]]:
     """``program(weights, python)`` and a run of it, of which only the folder exists."""
 
     def make(weights: str | None = None, python: Path | None = None) -> tuple[Program, LaunchedRun]:
-        keys = {"start": "x", "resume": "x", "epochs": 1, "checkpoints": "x", **({"weights": weights} if weights else {})}
+        keys = {
+            "start": "x",
+            "resume": "x",
+            "epochs": 1,
+            "checkpoints": "x",
+            **({"weights": weights} if weights else {}),
+        }
         (tmp_path / "program.py").write_text(f"CONFORM = {keys!r}\n")
         description, here = read_description(tmp_path / "program.py")
         run = LaunchedRun(code=0, message="", trace=Trace(), folder=tmp_path, shown="")
@@ -232,7 +238,11 @@ def test_weights_of_any_precision_are_read(program: Callable[..., Any], tmp_path
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [({"path": Path("x")}, "w.pt cannot be read"), ([torch.ones(1)], "w.pt has no tensors by name"), ({}, "no tensors")],
+    [
+        ({"path": Path("x")}, "w.pt cannot be read"),
+        ([torch.ones(1)], "w.pt has no tensors by name"),
+        ({}, "no tensors"),
+    ],
 )
 def test_weights_that_cannot_be_compared_say_why(
     content: Any, message: str, program: Callable[..., Any], tmp_path: Path
@@ -248,8 +258,8 @@ def test_paceline_is_not_lent_to_an_environment_that_has_it(program: Callable[..
         wrapper = tmp_path / name
         wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} {options} "$@"\n')
         wrapper.chmod(0o755)
-    assert program(python=tmp_path / "with")[0]._lent() == {}  # noqa: SLF001  # a run takes long
-    assert str(tmp_path / "lent") in program(python=tmp_path / "without")[0]._lent()["PYTHONPATH"]  # noqa: SLF001  # likewise
+    assert program(python=tmp_path / "with")[0]._lent() == {}
+    assert str(tmp_path / "lent") in program(python=tmp_path / "without")[0]._lent()["PYTHONPATH"]
 
 
 def test_a_torn_save_keeps_a_limit_that_the_user_set(tmp_path: Path) -> None:

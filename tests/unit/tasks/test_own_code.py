@@ -120,7 +120,10 @@ class Drawn(InFiles):
     ("task", "said"),
     [
         (TooMany, r"TooMany\.sample_shards\(\) has 33 samples, and data_facts\(\) 32; give both the same"),
-        (Drawn, "data.sampling and data.mixture draw samples in any order, but .*Drawn reads them a few files at a time"),
+        (
+            Drawn,
+            "data.sampling and data.mixture draw samples in any order, but .*Drawn reads them a few files at a time",
+        ),
     ],
 )
 def test_shards_that_would_change_what_is_asked_are_refused(task: Any, said: str) -> None:

@@ -207,7 +207,9 @@ def _mds(place: ShardFiles, name: str, path: Path) -> MdsSamples:
         shard = _mds_index(place.local(listed), place.stamp(listed))[last]
         named = list(zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True))
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise data_error(name, f"is not described by the index.json of its folder ({error!r}): copy all again.") from error
+        raise data_error(
+            name, f"is not described by the index.json of its folder ({error!r}): copy all again."
+        ) from error
     for column, kind, _ in named:
         if kind not in _MDS_KINDS:
             known = ", ".join(_MDS_KINDS)
