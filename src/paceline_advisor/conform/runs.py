@@ -162,7 +162,7 @@ class Program:
 
     def _lent(self) -> dict[str, str]:
         """Return variables that let another environment import ``paceline.conform``, and nothing else of Paceline."""
-        has_conform = [self.python, "-c", "import paceline.conform"]
+        has_conform = [str(self.python), "-c", "import paceline.conform"]
         if (
             self.python == Path(sys.executable)
             or not subprocess.run(has_conform, cwd=self.scratch, capture_output=True, check=False).returncode

@@ -26,8 +26,11 @@ def count_samples(place: ShardFiles, names: list[str], on_damaged: Callable[[Dat
     """Return the number of samples in each shard, int64 [shards]; 0 for those that ``on_damaged`` accepts."""
     # By folder, not by file: a file more leaves the other counts known.
     joined = "\0".join([repr(place), *sorted({name.rpartition("/")[0] for name in names})])
-    joined = joined.encode("utf-8", "surrogateescape")
-    memory = cache_folder() / "indexes" / f"shards-{hashlib.sha256(joined).hexdigest()[:32]}.jsonl"
+    memory = (
+        cache_folder()
+        / "indexes"
+        / f"shards-{hashlib.sha256(joined.encode('utf-8', 'surrogateescape')).hexdigest()[:32]}.jsonl"
+    )
     known: dict[str, tuple[int, list[object]]] = {}
     with contextlib.ExitStack() as closed:
         notes = None
