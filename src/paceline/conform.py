@@ -30,8 +30,12 @@ def watched(dataset: _T, role: Role = "train", *, key: Callable[[Any], Any] | No
     """
     if _LOG is None:
         return dataset
-    base: Any = _Indexed if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") else _Iterable
     torch_data = sys.modules.get("torch.utils.data")
+    has_indices = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    # torch gives every stream a [i] that raises.
+    base: Any = _Indexed if has_indices and not _is_stream(dataset, torch_data) else _Iterable
+    if base is _Iterable and hasattr(dataset, "__len__"):
+        base = _Sized
     if torch_data is None:
         return base(dataset, role, key)  # type: ignore[no-any-return]  # it behaves like the data set
     kind = torch_data.Dataset if base is _Indexed else torch_data.IterableDataset
@@ -107,7 +111,8 @@ class _Log:
 
             self.is_torn = True  # this file, too, could not grow any longer
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.stop["tear"], resource.RLIM_INFINITY))
+            _, most = resource.getrlimit(resource.RLIMIT_FSIZE)  # which this process may not raise
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.stop["tear"], most))
 
 
 _LOG = _Log(os.environ["PACELINE_CONFORM"]) if os.environ.get("PACELINE_CONFORM") else None
@@ -159,6 +164,15 @@ class _Iterable(_Watched):
             except StopIteration:
                 return
             yield self._report(None, item, before)
+
+
+class _Sized(_Iterable):
+    def __len__(self) -> int:
+        return len(self._watched)
+
+
+def _is_stream(dataset: Any, torch_data: Any) -> bool:
+    return torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
 
 
 def _again(dataset: Any, role: Role, key: Callable[[Any], Any] | None, owner: int) -> Any:

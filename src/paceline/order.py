@@ -15,7 +15,7 @@ from paceline.data.order import StepGeometry
 from paceline.data.shard_order import ShardSizes
 from paceline.distributed.current import current_world
 from paceline.errors import CheckpointError, DataError
-from paceline.parsing.arguments import checked_step, whole
+from paceline.parsing.arguments import checked_step, shown, whole
 
 
 class BatchOrder(BatchSampler):
@@ -98,6 +98,12 @@ class BatchOrder(BatchSampler):
             )
         if self.world_size == 1:
             self.batch_size = self._batch_size  # for libraries that share batches among ranks
+        if shards is not None and not isinstance(shards, ShardSizes):
+            raise DataError(
+                f"shards is {shown(shards)}; give the shard_sizes of paceline.shards.Shards.",
+                key="shards",
+                value=shards,
+            )
         if shards is not None and shards.ends[-1] != self.samples:
             raise DataError(
                 f"samples={samples}, but the shards have {shards.ends[-1]}: give the same.",
@@ -214,6 +220,7 @@ class BatchOrder(BatchSampler):
             "batch_size": self._batch_size,
             "seed": self.seed,
             "drop_last": self.drop_last,
+            "shards": None if self._geometry.shards is None else self._geometry.shards.facts,
         }
 
     def _expect_from(self, step: int) -> None:

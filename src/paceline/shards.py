@@ -7,7 +7,7 @@ import glob
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ class Shards:
         path: A folder, also with subfolders; a pattern (``"corpus/train-*.tar"``); a list of files; or an address
             (``s3://bucket/corpus``), whose files are copied when they are needed, and deleted when space runs out.
         decode: Makes what ``[i]`` returns of a sample.
-        window: Shards whose samples are mixed with one another.
+        window: Shards whose samples are mixed with one another. Each process keeps up to twice as many open; the rows
+            of an open parquet file are in memory.
         skip_damaged: Whether to leave out shards that cannot be read; they are named in ``left_out``.
 
     Attributes:
@@ -70,7 +71,7 @@ class Shards:
         window: int = 16,
         skip_damaged: bool = False,
     ) -> None:
-        skipped, damaged = SkippedItems(), list[str]()
+        window, skipped, damaged = whole("window", window, 1), SkippedItems(), list[str]()
         self._place = FileCache.of(path) if isinstance(path, str) and is_address(path) else _Files.of(path, skipped)
         names = sorted(each for each in self._place.names if has_extension(each, FORMATS))
         for each in self._place.names:
@@ -90,7 +91,7 @@ class Shards:
             raise data_error(str(path), f"has {len(names)} shards without any sample: correct the path.")
         self.names = [each for each, count in zip(names, counts, strict=True) if count]
         fetch = self._fetch if isinstance(self._place, FileCache) else None
-        self.shard_sizes = ShardSizes(sizes=counts[counts > 0], window=whole("window", window, 1), fetch=fetch)
+        self.shard_sizes = ShardSizes(sizes=counts[counts > 0], window=window, fetch=fetch)
         self.left_out = (*damaged, *skipped.summaries())
         self._decode = decode
         self._opened: OrderedDict[int, Rows] = OrderedDict()
@@ -141,7 +142,7 @@ class _Files:
     """Shards on a disk of this host."""
 
     root: Path
-    names: list[str]
+    names: list[str] = field(repr=False)
 
     @classmethod
     def of(cls, path: str | Path | list[str] | list[Path], skipped: SkippedItems) -> ShardFiles:

@@ -28,8 +28,10 @@ from paceline.checkpoint.manifest import read_components, read_manifest
 from paceline.checkpoint.store import CheckpointStore
 from paceline.recipe.load import load_recipe, recipe_digest, to_tree, to_yaml
 from paceline.records.ledger import LedgerWriter, PositionEntry, ledger_path, read_ledger
+from paceline.records.run_directory import RunDirectory
 from paceline.reports.audit import used_samples
 from paceline.trainer import loop
+from paceline_advisor.replay.points import Point, copy_as_of, link_tree
 
 STEPS = {
     "checkpoint.every": "4 steps",
@@ -548,3 +550,13 @@ sys.exit(run(["rewind", sys.argv[2], "--to", "4"]))
         assert saved_steps(run) == ([4] if is_after else [4, 8, 12])
     assert (-signal.SIGKILL, False) in seen
     assert (-signal.SIGKILL, True) in seen
+
+
+def test_a_fork_has_all_that_the_parents_order_is_made_from(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.root.mkdir()
+    for path in (run.recipe, run.sample_lengths, run.sample_classes, run.shard_sizes):
+        path.write_text(path.name)
+    made = copy_as_of(run, Point(), tmp_path / "made", steps=(), place=link_tree)
+    names = {"recipe.yaml", "sample_lengths.npy", "sample_classes.npy", "shard_sizes.npy"}
+    assert {path.name for path in made.root.iterdir() if path.is_file()} == names

@@ -271,14 +271,14 @@ class StepGeometry:
         """Yield one process's micro-batches for steps ``first_step`` to ``last_step`` (excluded), across epochs."""
         begun, fetched = -1, (-1, -1)
         for step in range(first_step, last_step):
-            fetched = self._fetch_ahead(step, fetched)
+            fetched = self._fetch_ahead(step, last_step, fetched)
             yield from self.slices(step, world)
             epoch, _ = self.epochs.locate(step)
             if epoch != begun:
                 begun = epoch
                 self._order_ahead(epoch + 1, last_step)
 
-    def _fetch_ahead(self, step: int, fetched: tuple[int, int]) -> tuple[int, int]:
+    def _fetch_ahead(self, step: int, last_step: int, fetched: tuple[int, int]) -> tuple[int, int]:
         """Where a step begins a window of shards, fetch the next one; returns the epoch and window that are here."""
         if self.shards is None or self.shards.fetch is None:
             return fetched
@@ -288,9 +288,11 @@ class StepGeometry:
         if (epoch, window) != fetched:
             size = self.shards.window
             after = order.shards[(window + 1) * size : (window + 2) * size]
-            if not len(after):
+            if not len(after) and self.epochs.locate(last_step - 1)[0] > epoch:
                 after = _shard_order(self.seed, epoch + 1, self.shards).shards[:size]
-            threading.Thread(target=self.shards.fetch, args=(after.tolist(),), name="shards ahead", daemon=True).start()
+            fetch = threading.Thread(target=self.shards.fetch, args=(after.tolist(),), name="shards ahead", daemon=True)
+            if len(after):
+                fetch.start()
         return epoch, window
 
     def _order_ahead(self, epoch: int, last_step: int) -> None:

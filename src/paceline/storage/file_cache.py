@@ -43,7 +43,15 @@ class FileCache:
     @classmethod
     def of(cls, address: str) -> FileCache:
         """List an address; raises StorageError if nothing is there."""
-        return cls(address, list_remote(_remote(address)), Cache.from_environment())
+        if parse_address(address).protocol == "hf":
+            raise StorageError(
+                f"{address} cannot be read file by file; download it (hf download), and give the folder."
+            )
+        files = list_remote(_remote(address))
+        if "" in files:  # the address of a single file
+            address, _, name = address.strip().rstrip("/").rpartition("/")
+            files = {name: files[""]}
+        return cls(address, files, Cache.from_environment())
 
     @property
     def names(self) -> list[str]:
@@ -66,12 +74,11 @@ class FileCache:
         key = hashlib.sha256(f"{self.address}\0{name}\0{self.stamp(name)}".encode()).hexdigest()[:16]
         copy = self._root / f"{key}-{name.rpartition('/')[2]}"
         try:
-            if not copy.exists():
+            while not _touched(copy):
                 self._root.mkdir(parents=True, exist_ok=True)
                 with locked(self._root / f".lock-{key[:2]}"):
                     if not copy.exists():
                         self._fetch(name, copy)
-            os.utime(copy)
         except OSError as error:
             raise StorageError(
                 f"cannot keep a copy of {self.address}/{name} in {self._root} ({error.strerror or error}); free some "
@@ -117,16 +124,25 @@ class FileCache:
                     each.unlink()
         used, free = sum(size for _, size, _ in copies), shutil.disk_usage(self._root).free
         limit = (free + used) // 2 if self.cache.limit_bytes is None else self.cache.limit_bytes
-        for _, size, each in sorted(copies):
-            if used + reserved + needed > limit:
-                each.unlink(missing_ok=True)
-                used -= size
         if needed > limit:
             raise StorageError(
                 f"{self.address}/{name} takes {format_bytes(needed)}, and {format_bytes(limit)} are allowed for copies "
                 f"in {self.cache.root}; raise PACELINE_CACHE_GB, or name a larger disk with PACELINE_CACHE."
             )
+        for _, size, each in sorted(copies):
+            if used + reserved + needed > limit:
+                each.unlink(missing_ok=True)
+                used -= size
         return used + reserved + needed <= limit
+
+
+def _touched(copy: Path) -> bool:
+    """Mark a copy as just used; returns False if there is none, as another process may have deleted it."""
+    try:
+        os.utime(copy)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _reserved(path: Path) -> int:

@@ -37,6 +37,14 @@ def read_facts(task: Task, recipe: Recipe, world: World) -> tuple[DataFacts, Tas
     data = replace(data, description={"task": task_name(task), **data.description})
     classes, data = _class_facts(task, data)
     if (shards := task.sample_shards()) is not None:
+        if shards.ends[-1] != data.train_samples:
+            found = f"{shards.ends[-1]:,} samples, and data_facts() {data.train_samples:,}"
+            raise DataError(f"{task_name(task)}.sample_shards() has {found}; give both the same.")
+        if "classes_sha256" in classes:
+            raise RecipeError(
+                f"data.sampling and data.mixture draw samples in any order, but {task_name(task)} reads them a few "
+                "files at a time; leave them out."
+            )
         data = replace(data, description={**data.description, "shards": shards.facts})
     check_metrics(task)
     check_methods(task)
@@ -44,6 +52,7 @@ def read_facts(task: Task, recipe: Recipe, world: World) -> tuple[DataFacts, Tas
     best_metric(task)
     lengths = task.sample_lengths()
     is_balanced = recipe.batch.balance and recipe.data.augment.repeats == 1 and "classes_sha256" not in classes
+    is_balanced &= shards is None
     return data, TaskFacts(
         higher_is_better={metric.name: metric.higher_is_better for metric in task.measured},
         headline=headline_of(task).name,

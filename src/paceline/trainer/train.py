@@ -307,7 +307,7 @@ def _log_start(run: Run, subject: Subject) -> None:
     data = f"{format_count(plan.train_samples)} training and {format_count(plan.evaluation_samples)} held-out samples, "
     data += f"{format_count(plan.total_steps)} steps of {' then '.join(map(format_count, plan.step_sizes))} "
     data += f"({plan.total_epochs:.4g} epochs)"
-    source = Path(loaded.recipe.data.path or loaded.name).name
+    source = Path(os.path.abspath(loaded.recipe.data.path or loaded.name)).name  # also of '.' and of an address
     run.display.start(
         RunProgress(
             plan.total_steps,

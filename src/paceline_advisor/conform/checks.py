@@ -324,7 +324,10 @@ def values_after_resume(evidence: ProgramEvidence) -> ConformCheck:
 def weights_after_resume(evidence: ProgramEvidence) -> ConformCheck:
     """Whether final weights after a resume are those of an undisturbed run."""
     kills = evidence.resumed()
-    first, second = evidence.weights(evidence.first), evidence.weights(evidence.second)
+    try:
+        first, second = evidence.weights(evidence.first), evidence.weights(evidence.second)
+    except ValueError as error:
+        raise NotAskedError(str(error)) from None
     if first is None or second is None:
         raise NotAskedError("no weights file is described, or the program does not write it")
     if not evidence.is_repeatable:
@@ -332,8 +335,7 @@ def weights_after_resume(evidence: ProgramEvidence) -> ConformCheck:
     spread = _distance(first, second)
     problems, failed, largest = [], [], 0.0
     for kill in kills:
-        weights = evidence.weights(kill.resumed)
-        distance = float("inf") if weights is None else _distance(first, weights)
+        distance = _distance(first, _weights_or_none(evidence, kill.resumed))
         largest = max(largest, distance)
         if not distance <= max(_TIMES_THE_SPREAD * spread, _ROUNDING):
             failed.append(kill)
@@ -346,11 +348,20 @@ def weights_after_resume(evidence: ProgramEvidence) -> ConformCheck:
     return _answer(evidence, "weights_after_resume", problems, passed, *(kill.repeat for kill in failed))
 
 
-def _distance(first: Weights, second: Weights) -> float:
-    """Return the norm of the difference, relative to that of the first; infinite for other names or shapes."""
+def _weights_or_none(evidence: ProgramEvidence, run: LaunchedRun) -> Weights | None:
+    try:
+        return evidence.weights(run)
+    except ValueError:
+        return None
+
+
+def _distance(first: Weights, second: Weights | None) -> float:
+    """Return the norm of the difference, relative to that of the first; infinite for other names or shapes, or none."""
     import numpy as np
 
-    if {name: each.shape for name, each in first.items()} != {name: each.shape for name, each in second.items()}:
+    if second is None or {name: each.shape for name, each in first.items()} != {
+        name: each.shape for name, each in second.items()
+    }:
         return float("inf")
     gaps = [np.linalg.norm(np.subtract(first[name], second[name], dtype=np.float64)) for name in first]
     size = np.linalg.norm([np.linalg.norm(each.astype(np.float64)) for each in first.values()])

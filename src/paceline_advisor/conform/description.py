@@ -93,7 +93,7 @@ def read_description(path: Path) -> tuple[Description, Path]:
     try:
         text = file.read_text(encoding="utf-8")
         tree = _literal(text, file) if file.suffix == ".py" else yaml.load(text, Loader=BoundedLoader)
-    except (OSError, ValueError, SyntaxError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError, SyntaxError, RecursionError, yaml.YAMLError) as error:
         raise DescriptionError(f"'{file}' cannot be read: {' '.join(str(error).split())[:200]}") from None
     return _checked(tree, file), file.resolve().parent
 

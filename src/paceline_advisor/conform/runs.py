@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -137,20 +138,35 @@ class Program:
         return max((file.stat().st_size for file in files), default=0)
 
     def weights(self, run: LaunchedRun) -> Weights | None:
-        """Return the final weights of a run, by name; None if none are described or written."""
+        """Return the final weights of a run, by name; None if none are described or written.
+
+        Raises:
+            ValueError: If they cannot be read; the message says why.
+        """
         if self.description.weights is None or not (file := run.folder / self.description.weights).is_file():
             return None
-        if file.suffix == ".safetensors":
-            from safetensors.numpy import load_file
-
-            return dict(load_file(file))
         import torch
+        from safetensors.torch import load_file
 
-        return dict(_flat(torch.load(file, map_location="cpu", weights_only=True)))
+        try:
+            if file.suffix == ".safetensors":
+                found = dict(_flat(load_file(file)))
+            else:
+                found = dict(_flat(torch.load(file, map_location="cpu", weights_only=True)))
+        except Exception as error:  # noqa: BLE001  # each library has errors of its own, and files hold anything
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(f"{self.description.weights} cannot be read ({reason[:200]})") from None
+        if not found:
+            raise ValueError(f"{self.description.weights} has no tensors by name")
+        return found
 
     def _lent(self) -> dict[str, str]:
         """Return variables that let another environment import ``paceline.conform``, and nothing else of Paceline."""
-        if self.python == Path(sys.executable):
+        has_conform = [str(self.python), "-c", "import paceline.conform"]
+        if (
+            self.python == Path(sys.executable)
+            or not subprocess.run(has_conform, cwd=self.scratch, capture_output=True, check=False).returncode
+        ):
             return {}
         package = self.scratch / "lent" / "paceline"
         package.mkdir(parents=True, exist_ok=True)
@@ -171,4 +187,10 @@ def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
     """Return the tensors of nested dicts, as NumPy arrays, by their path."""
     if isinstance(tree, dict):
         return [each for name, part in tree.items() for each in _flat(part, f"{prefix}{name}.")]
-    return [(prefix.rstrip("."), tree.float().numpy())] if hasattr(tree, "numpy") else []
+    if not hasattr(tree, "detach"):
+        return []
+    import torch
+
+    # NumPy has no bfloat16.
+    tensor = tree.detach().to(torch.promote_types(tree.dtype, torch.float32))
+    return [(prefix.rstrip("."), tensor.numpy())]

@@ -107,7 +107,8 @@ def copy_as_of(
         rest: Puts every other entry of the run directory there; None leaves out what a resume does not read.
     """
     made, store = RunDirectory(target), CheckpointStore(run.checkpoints)
-    records = [run.recipe, run.plan, run.environment, run.identity, run.sample_lengths, run.sample_classes, run.events]
+    records = [run.recipe, run.plan, run.environment, run.identity, run.events]
+    records += [run.sample_lengths, run.sample_classes, run.shard_sizes]
     cut = {path.name for path in records} | {run.checkpoints.name, run.ledger.name, "evaluation", ".lock"}
     gone = {run.summary.name, run.report.name, ".set-aside"}
     target.mkdir(parents=True)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch.utils.data import DataLoader, IterableDataset
 
+import paceline.conform
 from paceline.errors import PacelineError
 from paceline_advisor.commands import Conform
 from paceline_advisor.conform.description import DescriptionError, read_description
+from paceline_advisor.conform.runs import LaunchedRun, Program
 from paceline_advisor.conform.study import ConformReport, conform
+from paceline_advisor.conform.trace import Trace
 
 HERE = Path(__file__).parent
 
@@ -169,3 +179,100 @@ def test_a_program_that_reports_nothing_cannot_be_asked(tmp_path: Path) -> None:
     report = conform(Conform(program=file), lambda _: None)
     assert {check.verdict for check in report.checks} == {"not_applicable"}
     assert getattr(report.__paceline__().ok, "exit_code", None) == 3
+
+
+def test_a_literal_that_python_cannot_make_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text("CONFORM = {[]: 1}\n")
+    with pytest.raises(DescriptionError, match="cannot be read: "):
+        read_description(file)
+
+
+class SizedStream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+    def __len__(self) -> int:
+        return 5
+
+
+def test_a_stream_with_a_length_stays_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paceline.conform, "_LOG", paceline.conform._Log(str(tmp_path)))
+    stream = paceline.conform.watched(SizedStream())
+    assert len(stream) == 5
+    assert [each.tolist() for each in DataLoader(stream, batch_size=2)] == [[0, 1], [2, 3], [4]]
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[..., tuple[Program, LaunchedRun]]:
+    """``program(weights, python)`` and a run of it, of which only the folder exists."""
+
+    def make(weights: str | None = None, python: Path | None = None) -> tuple[Program, LaunchedRun]:
+        keys = {
+            "start": "x",
+            "resume": "x",
+            "epochs": 1,
+            "checkpoints": "x",
+            **({"weights": weights} if weights else {}),
+        }
+        (tmp_path / "program.py").write_text(f"CONFORM = {keys!r}\n")
+        description, here = read_description(tmp_path / "program.py")
+        run = LaunchedRun(code=0, message="", trace=Trace(), folder=tmp_path, shown="")
+        python = python or Path(sys.executable)
+        return Program(description=description, here=here, python=python, scratch=tmp_path), run
+
+    return make
+
+
+def test_weights_of_any_precision_are_read(program: Callable[..., Any], tmp_path: Path) -> None:
+    half = torch.nn.Parameter(torch.full((3,), 1.5, dtype=torch.bfloat16))
+    save_file({"w": half.detach()}, tmp_path / "w.safetensors")
+    torch.save({"model": {"w": half, "b": torch.ones(1, dtype=torch.float64)}}, tmp_path / "w.pt")
+    made, run = program("w.safetensors")
+    assert made.weights(run)["w"].tolist() == [1.5] * 3
+    made, run = program("w.pt")
+    weights = made.weights(run)
+    assert weights["model.w"].tolist() == [1.5] * 3
+    assert weights["model.b"].dtype.name == "float64"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"path": Path("x")}, "w.pt cannot be read"),
+        ([torch.ones(1)], "w.pt has no tensors by name"),
+        ({}, "no tensors"),
+    ],
+)
+def test_weights_that_cannot_be_compared_say_why(
+    content: Any, message: str, program: Callable[..., Any], tmp_path: Path
+) -> None:
+    torch.save(content, tmp_path / "w.pt")
+    made, run = program("w.pt")
+    with pytest.raises(ValueError, match=message):
+        made.weights(run)
+
+
+def test_paceline_is_not_lent_to_an_environment_that_has_it(program: Callable[..., Any], tmp_path: Path) -> None:
+    for name, options in (("with", ""), ("without", "-I -S")):
+        wrapper = tmp_path / name
+        wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} {options} "$@"\n')
+        wrapper.chmod(0o755)
+    assert program(python=tmp_path / "with")[0]._lent() == {}
+    assert str(tmp_path / "lent") in program(python=tmp_path / "without")[0]._lent()["PYTHONPATH"]
+
+
+def test_a_torn_save_keeps_a_limit_that_the_user_set(tmp_path: Path) -> None:
+    code = "from paceline.conform import used\nused([1])\nopen('file', 'wb').write(bytes(100))"
+    stop = '{"kind": "used", "at": 1, "tear": 50}'
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PACELINE_CONFORM": str(tmp_path / "told"), "PACELINE_CONFORM_STOP": stop},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+    assert (tmp_path / "file").stat().st_size == 50

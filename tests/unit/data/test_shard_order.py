@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import queue
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.data.order import StepGeometry
 from paceline.data.shard_order import ShardOrder, ShardSizes
-from paceline.errors import DataError
+from paceline.errors import CheckpointError, DataError
+from paceline.host.world import World
 from paceline.order import BatchOrder
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -81,3 +85,33 @@ def test_batches_do_not_depend_on_ranks(world_size: int) -> None:
 def test_sizes_of_other_data_are_refused() -> None:
     with pytest.raises(DataError, match="samples=44, but the shards have 45: give the same"):
         BatchOrder(44, 8, shards=shards([45], 2))
+
+
+def test_an_order_is_not_continued_with_other_shards_or_windows() -> None:
+    files = shards([7, 13, 5], 2)
+    state = BatchOrder(25, 5, shards=files).state_dict()
+    BatchOrder(25, 5, shards=shards([7, 13, 5], 2)).load_state_dict(state)
+    for other in (None, shards([7, 13, 5], 1), shards([13, 7, 5], 2)):
+        with pytest.raises(CheckpointError, match="The order was saved with shards="):
+            BatchOrder(25, 5, shards=other).load_state_dict(state)
+    whole = BatchOrder(25, 5)
+    before = {name: value for name, value in whole.state_dict().items() if name != "shards"}
+    whole.load_state_dict(before)  # as saved before there were shards
+
+
+def test_only_sizes_of_shards_are_taken() -> None:
+    wrong: Any = [7, 13, 5]
+    with pytest.raises(DataError, match="shards is a list; give the shard_sizes") as refused:
+        BatchOrder(25, 5, shards=wrong)
+    assert refused.value.key == "shards"
+
+
+def test_each_next_window_is_fetched_ahead_and_none_after_the_last_epoch() -> None:
+    calls: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+    files = ShardSizes(sizes=np.full(4, 10), window=2, fetch=calls.put)
+    geometry = StepGeometry(seed=1, samples=40, global_batch_size=10, logical_ranks=1, shards=files)
+    list(geometry.stream(0, 8, World()))
+    orders = [ShardOrder(1, epoch, files).shards.tolist() for epoch in range(2)]
+    wanted = [orders[0][2:], orders[1][:2], orders[1][2:]]
+    assert sorted(calls.get(timeout=60) for _ in wanted) == sorted(wanted)
+    assert calls.empty()

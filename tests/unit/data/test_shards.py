@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.data.shards import index
-from paceline.errors import DataError
+from paceline.data.shards import formats, index
+from paceline.errors import DataError, StorageError
 from paceline.shards import Shards
+from paceline.storage import file_cache
 
 SAMPLES = [{"text": f"line {number} é", "label": number} for number in range(7)]
 
@@ -131,6 +132,11 @@ def test_counts_are_kept_until_a_file_changes_also_after_a_torn_line(
     Shards(tmp_path)
     assert "0.jsonl" in opened
     assert len(opened) == 2
+    opened.clear()
+    write_lines(tmp_path / "more.jsonl", SAMPLES[:1])
+    memory.write_bytes(memory.read_bytes() + b"\xff\n")
+    Shards(tmp_path)
+    assert opened == ["more.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -186,3 +192,69 @@ def test_columns_that_need_code_to_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(json.dumps(known))
     with pytest.raises(DataError, match="column 'text' of kind 'pkl'; write it as one of bytes"):
         Shards(tmp_path)
+
+
+def test_the_index_of_a_folder_of_mds_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(5):
+        write_mds(tmp_path / f"{number}.mds", SAMPLES[:2])
+    reads: list[bytes] = []
+    monkeypatch.setattr(formats, "load_json", lambda text: reads.append(text) or json.loads(text))
+    monkeypatch.setattr(index, "_THREADS", 1)
+    assert len(Shards(tmp_path)) == 10
+    assert len(reads) == 1
+
+
+def test_a_window_that_is_none_is_refused_before_anything_is_counted(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="window is 0; give a whole number from 1"):
+        Shards(tmp_path / "nowhere", window=0)
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of a folder."""
+    pytest.importorskip("fsspec")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "copies"))
+    (tmp_path / "stored").mkdir()
+    return f"file://{tmp_path / 'stored'}"
+
+
+def test_using_a_copy_of_a_tar_does_not_index_it_again(stored: str, tmp_path: Path, cache: Path) -> None:
+    write_tar(tmp_path / "stored" / "a.tar", SAMPLES)
+    for _ in range(3):
+        assert Shards(stored)[6]["text"] == b"line 6 \xc3\xa9"
+    assert len([*cache.rglob("tar-*.npz")]) == 1
+
+
+def test_the_address_of_a_single_file_is_read_and_the_hub_refused(stored: str, tmp_path: Path) -> None:
+    write_lines(tmp_path / "stored" / "a.jsonl", SAMPLES)
+    assert Shards(f"{stored}/a.jsonl").names == ["a.jsonl"]
+    with pytest.raises(StorageError, match="hf://datasets/a/b cannot be read file by file"):
+        Shards("hf://datasets/a/b")
+
+
+def test_a_copy_that_another_process_deletes_is_fetched_again(
+    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lines(tmp_path / "stored" / "a.jsonl", SAMPLES)
+    shards, touch, deleted = Shards(stored), file_cache.os.utime, list[Path]()
+
+    def delete_first(path: Path) -> None:
+        if not deleted:
+            deleted.append(path)
+            path.unlink()
+        touch(path)
+
+    monkeypatch.setattr(file_cache.os, "utime", delete_first)
+    assert shards[0] == SAMPLES[0]
+    assert len(deleted) == 1
+
+
+def test_a_file_that_never_fits_deletes_no_copies(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE_GB", "1e-6")
+    write_lines(tmp_path / "stored" / "a.jsonl", SAMPLES[:1])
+    Shards(stored)
+    copies = [*(tmp_path / "copies" / "files").glob("*.jsonl")]
+    write_lines(tmp_path / "stored" / "b.jsonl", SAMPLES * 20)
+    with pytest.raises(StorageError, match=r"b\.jsonl takes .* raise PACELINE_CACHE_GB"):
+        Shards(stored)
+    assert [each.exists() for each in copies] == [True]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
+from paceline.data.shard_order import ShardSizes
 from paceline.distributed.local_launch import report_error
 from paceline.errors import ModelError, PacelineError, RecipeError, RunDirectoryError
 from paceline.host.world import World
@@ -26,6 +28,7 @@ from paceline.models.precision import in_float32
 from paceline.plan import DataFacts, MachineFacts
 from paceline.recipe.load import load_recipe
 from paceline.recipe.unused import all_but
+from paceline.records.run_directory import RunDirectory
 from paceline.reports.audit import audit_run
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.subject import Subject
@@ -86,6 +89,53 @@ class Kelvin(paceline.Task):
 def run(task: Any, run_dir: Path, **changes: Any) -> TrainResult:
     overrides = SHORT | {key.replace("__", "."): value for key, value in changes.items()}
     return paceline.train(task=task, overrides=overrides, run_dir=run_dir, quiet=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- shards
+
+
+class InFiles(Kelvin):
+    files = (20, 12)
+
+    def sample_shards(self) -> ShardSizes:
+        return ShardSizes(sizes=np.array(self.files), window=1)
+
+
+class TooMany(InFiles):
+    files = (20, 13)
+
+
+class Drawn(InFiles):
+    def data_facts(self, world: World) -> DataFacts:
+        return DataFacts(train_samples=32, evaluation_samples=16, unused=all_but(["data.sampling"], "made here"))
+
+    def description(self) -> dict[str, Any]:
+        return {"class_names": ["a", "b"]}
+
+    def sample_classes(self) -> Any:
+        return np.arange(32) % 2
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (TooMany, r"TooMany\.sample_shards\(\) has 33 samples, and data_facts\(\) 32; give both the same"),
+        (
+            Drawn,
+            "data.sampling and data.mixture draw samples in any order, but .*Drawn reads them a few files at a time",
+        ),
+    ],
+)
+def test_shards_that_would_change_what_is_asked_are_refused(task: Any, said: str) -> None:
+    recipe = load_recipe("digits", {"data.sampling": "balanced"} if task is Drawn else {}).recipe
+    with pytest.raises(PacelineError, match=said):
+        Subject.open(recipe, World(), "plan", task=task(recipe), machine=machine())
+
+
+def test_shards_of_your_own_task_are_read_a_few_at_a_time(runs: Path) -> None:
+    result = run(InFiles, runs / "files")
+    assert RunDirectory(result.run_dir).shard_sizes.is_file()
+    assert audit_run(result.run_dir).passed
 
 
 # ------------------------------------------------------------------------------------------------------------ precision

@@ -149,3 +149,13 @@ def test_several_processes_from_python(
             run_dir=tmp_path / "wrong",
             **asked | {"overrides": {"parallel.exact": True, "parallel.logical_ranks": 3}},
         )
+
+
+def test_a_run_in_the_folder_of_its_data_names_that_folder(
+    tmp_path: Path, make_photos: Callable[..., Path], tiny_recipe: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(make_photos(tmp_path / "photos", train=4, val=4, side=8))
+    data = {"data.dataset": "image_folder", "data.path": ".", "data.workers": 0, "data.image_size": 8}
+    short = {"train.duration": "1 steps", "batch.global_size": 4}
+    paceline.train(tiny_recipe, overrides={**data, **short}, run_dir=tmp_path / "run")
+    assert " on photos in " in capsys.readouterr().out

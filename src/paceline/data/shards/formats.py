@@ -1,13 +1,13 @@
 """The samples of one shard by row, in any order, without reading the others: tars, JSON lines, parquet and MDS.
 
-An open shard is a memory map, or a table of pyarrow over one; its pages are the system's cache.
+An open shard is a memory map, whose pages are the system's cache; of parquet, a decoded table.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from paceline.data.image.mapped import MappedFile
 from paceline.data.image.tar_index import index_tar
 from paceline.data.tables import explain_errors, mapped, require_pyarrow
 from paceline.errors import data_error
-from paceline.parsing.files import is_ignored_member
+from paceline.parsing.files import is_ignored_member, refuse_special_inputs
 from paceline.parsing.plain_text import load_json
 
 _BLOCK = 2**24
@@ -86,9 +86,9 @@ class JsonLines:
 class TarMembers:
     """Consecutive members of a tar with the same name up to its first dot: a dict of bytes by ending, and "__key__"."""
 
-    def __init__(self, path: Path) -> None:
-        file = MappedFile.at(path)
-        index = index_tar(file)
+    def __init__(self, path: Path, stamp: tuple[Any, ...]) -> None:
+        # The times of a copy change with each use: its index is that of the original.
+        index = index_tar(MappedFile(str(path), path.stat().st_size, stamp))
         names = [index.names.text(each).removeprefix("./") for each in range(len(index.names))]
         self._kept = [each for each, name in enumerate(names) if not is_ignored_member(name)]
         keys = [_key(names[each]) for each in self._kept]
@@ -194,15 +194,22 @@ _MDS_KINDS: Mapping[str, Callable[[bytes], Any]] = {
 }
 
 
+@lru_cache(maxsize=8)  # it may name thousands of shards, and each is opened with it
+def _mds_index(path: Path, _stamp: tuple[Any, ...]) -> dict[str, Any]:
+    return {each["raw_data"]["basename"]: each for each in load_json(path.read_bytes())["shards"]}
+
+
 def _mds(place: ShardFiles, name: str, path: Path) -> MdsSamples:
     """Open a shard by the index of its folder, which has each column's name, kind, and size if all have the same."""
     folder, slash, last = name.rpartition("/")
+    listed = f"{folder}{slash}index.json"
     try:
-        shards = load_json(place.local(f"{folder}{slash}index.json").read_bytes())["shards"]
-        shard = next(each for each in shards if each["raw_data"]["basename"] == last)
+        shard = _mds_index(place.local(listed), place.stamp(listed))[last]
         named = list(zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True))
-    except (OSError, ValueError, LookupError, TypeError, StopIteration) as error:
-        raise data_error(name, f"is not described by an index.json beside it ({error!r}): copy all again.") from error
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise data_error(
+            name, f"is not described by the index.json of its folder ({error!r}): copy all again."
+        ) from error
     for column, kind, _ in named:
         if kind not in _MDS_KINDS:
             known = ", ".join(_MDS_KINDS)
@@ -215,7 +222,7 @@ FORMATS: Mapping[str, Callable[[ShardFiles, str, Path], Rows]] = {
     "mds": _mds,
     "ndjson": lambda _place, _name, path: JsonLines(path),
     "parquet": lambda _place, _name, path: ParquetRows(path),
-    "tar": lambda _place, _name, path: TarMembers(path),
+    "tar": lambda place, name, path: TarMembers(path, place.stamp(name)),
 }
 """How a shard is opened, by the ending of its name."""
 
@@ -228,6 +235,7 @@ def open_shard(place: ShardFiles, name: str) -> Rows:
         StorageError: If it cannot be fetched.
     """
     path = place.local(name)
+    refuse_special_inputs(path)
     try:
         return FORMATS[path.suffix[1:].lower()](place, name, path)
     except (OSError, ValueError) as error:  # an empty file has nothing to map

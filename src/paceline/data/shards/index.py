@@ -24,14 +24,19 @@ _THREADS = 8
 
 def count_samples(place: ShardFiles, names: list[str], on_damaged: Callable[[DataError], None]) -> NDArray[np.int64]:
     """Return the number of samples in each shard, int64 [shards]; 0 for those that ``on_damaged`` accepts."""
-    joined = "\0".join([repr(place), *names]).encode("utf-8", "surrogateescape")
-    memory = cache_folder() / "indexes" / f"shards-{hashlib.sha256(joined).hexdigest()[:32]}.jsonl"
+    # By folder, not by file: a file more leaves the other counts known.
+    joined = "\0".join([repr(place), *sorted({name.rpartition("/")[0] for name in names})])
+    memory = (
+        cache_folder()
+        / "indexes"
+        / f"shards-{hashlib.sha256(joined.encode('utf-8', 'surrogateescape')).hexdigest()[:32]}.jsonl"
+    )
     known: dict[str, tuple[int, list[object]]] = {}
     with contextlib.ExitStack() as closed:
         notes = None
         with contextlib.suppress(OSError):  # a cache that cannot be used only costs time
             memory.parent.mkdir(parents=True, exist_ok=True)
-            notes = closed.enter_context(memory.open("a+", encoding="utf-8"))
+            notes = closed.enter_context(memory.open("a+", encoding="utf-8", errors="replace"))
             notes.seek(0)
             for line in notes:
                 with contextlib.suppress(ValueError, TypeError):  # a line that a kill has cut
