@@ -104,6 +104,7 @@ class BatchOrder(BatchSampler):
                 key="samples",
                 value=samples,
             )
+        self._shards = {} if shards is None else shards.facts
         self._geometry = StepGeometry(
             seed=self.seed,
             samples=self.samples,
@@ -189,7 +190,7 @@ class BatchOrder(BatchSampler):
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise a :class:`CheckpointError` if the state is that of another order, without changing anything."""
         checked_step(state, "an order")
-        for name, value in self._facts().items():
+        for name, value in {"shards": None, **self._facts()}.items():
             if state.get(name) != value:
                 raise CheckpointError(
                     f"The order was saved with {name}={state.get(name)}, but has {name}={value} now: give it the value "
@@ -214,6 +215,7 @@ class BatchOrder(BatchSampler):
             "batch_size": self._batch_size,
             "seed": self.seed,
             "drop_last": self.drop_last,
+            **({"shards": self._shards} if self._shards else {}),
         }
 
     def _expect_from(self, step: int) -> None:

@@ -73,7 +73,8 @@ class ShardOrder:
         self._ends = np.cumsum(sizes)
         # What is added to a place in the epoch to find its sample, were samples not mixed.
         self._moved = (shards.ends - shards.sizes)[self.shards] - (self._ends - sizes)
-        lasts = np.append(np.arange(shards.window, count, shards.window), count) - 1
+        window = min(shards.window, count)
+        lasts = np.append(np.arange(window, count, window), count) - 1
         self._windows = np.insert(self._ends[lasts], 0, 0)
         self._mixed = lru_cache(maxsize=2)(self._mixed_window)
 

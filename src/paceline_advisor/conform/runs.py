@@ -20,6 +20,7 @@ from paceline_advisor.conform.trace import Trace, read_trace, stopped_process
 from paceline_advisor.launches import CommandProcess, OverdueError
 
 Weights = dict[str, Any]
+_LONGEST = 300  # characters of a message
 
 
 class ProgramError(PacelineError):
@@ -119,7 +120,11 @@ class Program:
             lines = overdue or launch.err.strip().splitlines()
         call = " ".join([*(f"{key}={shlex.quote(text)}" for key, text in shown.items()), shlex.join(words)])
         return LaunchedRun(
-            code=code, message=lines[-1] if lines else "", trace=read_trace(told), folder=folder, shown=call
+            code=code,
+            message=lines[-1][:_LONGEST] if lines else "no error output",
+            trace=read_trace(told),
+            folder=folder,
+            shown=call,
         )
 
     def checkpoint_steps(self, run: LaunchedRun) -> tuple[int, ...]:
@@ -140,13 +145,19 @@ class Program:
         """Return the final weights of a run, by name; None if none are described or written."""
         if self.description.weights is None or not (file := run.folder / self.description.weights).is_file():
             return None
-        if file.suffix == ".safetensors":
-            from safetensors.numpy import load_file
-
-            return dict(load_file(file))
         import torch
+        from safetensors.torch import load_file  # NumPy has no bfloat16
 
-        return dict(_flat(torch.load(file, map_location="cpu", weights_only=True)))
+        try:
+            is_safe = file.suffix == ".safetensors"
+            tree = load_file(file) if is_safe else torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # noqa: BLE001  # whatever the readers raise for the program's file
+            reason = str(error).partition("\n")[0][:_LONGEST]
+            raise ProgramError(
+                f"weights: '{self.description.weights}' cannot be read ({reason}); write safetensors, or tensors that "
+                "torch reads with weights_only."
+            ) from None
+        return dict(_flat(tree))
 
     def _lent(self) -> dict[str, str]:
         """Return variables that let another environment import ``paceline.conform``, and nothing else of Paceline."""
@@ -171,4 +182,4 @@ def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
     """Return the tensors of nested dicts, as NumPy arrays, by their path."""
     if isinstance(tree, dict):
         return [each for name, part in tree.items() for each in _flat(part, f"{prefix}{name}.")]
-    return [(prefix.rstrip("."), tree.float().numpy())] if hasattr(tree, "numpy") else []
+    return [(prefix.rstrip("."), tree.double().numpy())] if hasattr(tree, "numpy") else []

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.data.shard_order import ShardOrder, ShardSizes
-from paceline.errors import DataError
+from paceline.errors import CheckpointError, DataError
 from paceline.order import BatchOrder
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -81,3 +81,19 @@ def test_batches_do_not_depend_on_ranks(world_size: int) -> None:
 def test_sizes_of_other_data_are_refused() -> None:
     with pytest.raises(DataError, match="samples=44, but the shards have 45: give the same"):
         BatchOrder(44, 8, shards=shards([45], 2))
+
+
+def test_a_saved_order_is_refused_with_other_shards_or_another_window() -> None:
+    files = shards([3, 2, 4], 2)
+    state = BatchOrder(9, 2, shards=files).state_dict()
+    BatchOrder(9, 2, shards=files).load_state_dict(state)
+    for other in (shards([3, 2, 4], 1), shards([2, 3, 4], 2), None):
+        with pytest.raises(CheckpointError, match="was saved with shards="):
+            BatchOrder(9, 2, shards=other).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="was saved with shards=None"):
+        BatchOrder(9, 2, shards=files).load_state_dict(BatchOrder(9, 2).state_dict())
+
+
+def test_a_window_may_be_larger_than_any_number_of_files() -> None:
+    sizes = [3, 2, 4]
+    assert np.array_equal(ShardOrder(0, 0, shards(sizes, 2**70))[:], ShardOrder(0, 0, shards(sizes, 3))[:])

@@ -106,7 +106,8 @@ def test_decode_pattern_list_and_other_files(tmp_path: Path) -> None:
         write_lines(tmp_path / name, SAMPLES[:2])
     (tmp_path / "notes.txt").touch()
     assert len(Shards(str(tmp_path / "a-*.jsonl"))) == 4
-    assert len(Shards([tmp_path / "b.jsonl"])) == 2
+    assert len(Shards([tmp_path / "b.jsonl"])) == len(Shards((tmp_path / "b.jsonl",))) == 2
+    assert len(Shards(str(tmp_path.parent / "**" / tmp_path.name / "a-*.jsonl"))) == 4
     whole = Shards(tmp_path, decode=lambda sample: sample["label"], window=2)
     assert [whole[number] for number in range(6)] == [0, 1, 0, 1, 0, 1]
     assert whole.left_out == ("files that are not shards: 1 left out ('notes.txt')",)
@@ -140,6 +141,8 @@ def test_counts_are_kept_until_a_file_changes_also_after_a_torn_line(
         ("tar", b"\x1f\x8b" + b"0" * 600, "is compressed with gzip"),
         ("tar", b"x" * 2000, "cannot be read as a .tar"),
         ("jsonl", b"", "cannot be read"),
+        ("jsonl", b"\x1f\x8b" + b"\n" * 60, "is compressed, or an archive"),
+        ("jsonl", b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
         ("mds", b"\xff" * 40, "is damaged \\(it claims 4,294,967,295 samples\\)"),
         ("mds", b"\x01", "cannot be read"),
         ("parquet", b"PAR1", "cannot be read"),
