@@ -195,7 +195,7 @@ class BatchOrder(BatchSampler):
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise a :class:`CheckpointError` if the state is that of another order, without changing anything."""
         checked_step(state, "an order")
-        for name, value in self._facts().items():
+        for name, value in {"shards": None, **self._facts()}.items():
             if state.get(name) != value:
                 raise CheckpointError(
                     f"The order was saved with {name}={state.get(name)}, but has {name}={value} now: give it the value "

@@ -6,7 +6,7 @@ import contextlib
 import glob
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,9 @@ class Shards:
     The number of samples in each file is counted once, and kept in the user's cache until the file changes.
 
     Args:
-        path: A folder, also with subfolders; a pattern (``"corpus/train-*.tar"``); a list of files; or an address
-            (``s3://bucket/corpus``), whose files are copied when they are needed, and deleted when space runs out.
+        path: A folder, also with subfolders; a pattern (``"corpus/train-*.tar"``, with ``**`` for subfolders); a list
+            of files; or an address (``s3://bucket/corpus``), whose files are copied when they are needed, and deleted
+            when space runs out.
         decode: Makes what ``[i]`` returns of a sample.
         window: Shards whose samples are mixed with one another. Each process keeps up to twice as many open; the rows
             of an open parquet file are in memory.
@@ -65,7 +66,7 @@ class Shards:
 
     def __init__(
         self,
-        path: str | Path | list[str] | list[Path],
+        path: str | Path | Sequence[str | Path],
         *,
         decode: Callable[[Any], Any] | None = None,
         window: int = 16,
@@ -145,13 +146,13 @@ class _Files:
     names: list[str] = field(repr=False)
 
     @classmethod
-    def of(cls, path: str | Path | list[str] | list[Path], skipped: SkippedItems) -> ShardFiles:
-        if isinstance(path, list):
+    def of(cls, path: str | Path | Sequence[str | Path], skipped: SkippedItems) -> ShardFiles:
+        if isinstance(path, list | tuple):
             return cls(Path(), [os.path.abspath(folder("path", each)) for each in path])
         root = folder("path", path)
         if root.is_dir():
             return cls(root.resolve(), list_files(root, skipped))
-        return cls(Path(), [str(root.resolve())] if root.exists() else glob.glob(os.path.abspath(root)))
+        return cls(Path(), [str(root.resolve())] if root.exists() else glob.glob(os.path.abspath(root), recursive=True))
 
     def stamp(self, name: str) -> tuple[int, ...]:
         try:

@@ -8,7 +8,7 @@ with the number of shards, not of samples, and there is no buffer whose state a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -53,6 +53,11 @@ class ShardSizes:
         return shard, sample - int(self.ends[shard] - self.sizes[shard])
 
 
+def describe_shards(facts: Mapping[str, int | str] | None) -> str:
+    """Say what a plan records of shards: ``9 files, window 2, sizes 3fa1b7c2``."""
+    return "none" if facts is None else f"{facts['files']} files, window {facts['window']}, sizes {facts['sha256']:.8}"
+
+
 class ShardOrder:
     """An epoch's order of all samples; a slice with step 1 is int64 [N].
 
@@ -73,7 +78,8 @@ class ShardOrder:
         self._ends = np.cumsum(sizes)
         # What is added to a place in the epoch to find its sample, were samples not mixed.
         self._moved = (shards.ends - shards.sizes)[self.shards] - (self._ends - sizes)
-        lasts = np.append(np.arange(shards.window, count, shards.window), count) - 1
+        window = min(shards.window, count)
+        lasts = np.append(np.arange(window, count, window), count) - 1
         self._windows = np.insert(self._ends[lasts], 0, 0)
         self._mixed = lru_cache(maxsize=2)(self._mixed_window)
 

@@ -22,6 +22,7 @@ from paceline.data.objects.keyed import KeyedReader
 from paceline.data.objects.purity import read_again
 from paceline.data.objects.samples import Collate, Samples, take_apart
 from paceline.data.order import StepGeometry
+from paceline.data.shard_order import describe_shards
 from paceline.distributed.collectives import leave
 from paceline.distributed.device import check_communication, choose_device, describe_machine
 from paceline.distributed.environment import LaunchEnvironment, read_launch
@@ -294,7 +295,7 @@ class LoopSubject(Subject):
             ("seed", stored.get("seed"), self.recipe.seed),
             ("batch_size", plan["global_batch_size"], self.plan.global_batch_size),
             ("a data set of length", plan["train_samples"], self.plan.train_samples),
-            ("shards", plan["data"].get("shards"), self.plan.data.get("shards")),
+            ("shards", *(describe_shards(each.get("shards")) for each in (plan["data"], self.plan.data))),
         ):
             if before != now:
                 raise RunDirectoryError(

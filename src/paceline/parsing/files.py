@@ -22,7 +22,7 @@ LFS_START = b"version https://git-lfs"
 """How the small text begins that stands for a file which Git LFS keeps elsewhere."""
 LFS_POINTER = "a Git LFS pointer, not the file itself: run `git lfs pull` where it was cloned"
 _ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tbz2?|txz|gz|bz2|xz|zst)$")
-_PACKED = (b"PK\3\4", b"\x1f\x8b", b"7z\xbc\xaf", b"Rar!", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # first bytes
+PACKED = (b"PK\3\4", b"\x1f\x8b", b"7z\xbc\xaf", b"Rar!", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # first bytes
 _TEXTS = ("csv", "tsv", "tab", "jsonl", "json", "txt", "yaml", "xlsx", "xls")  # the last two are often taken for such
 # With the bytes that no text has: a column may be called PAR1.
 _BINARY = {
@@ -34,7 +34,7 @@ _BINARY = {
     b"\x93NUMPY": "a NumPy array: write it as CSV",
     b"\xd0\xcf\x11\xe0": "an Excel file (.xls): export it as CSV",
     b"%PDF": "a PDF document: export it as text",
-    **dict.fromkeys(_PACKED, "an archive or a spreadsheet: unpack or export it"),
+    **dict.fromkeys(PACKED, "an archive or a spreadsheet: unpack or export it"),
 }
 """What a file called a text is, and what to do, by its first bytes."""
 _WEB_PAGE = (b"<!doctyp", b"<html")

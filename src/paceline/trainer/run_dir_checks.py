@@ -25,6 +25,7 @@ from paceline.checkpoint.store import (
     step_of,
 )
 from paceline.data.order import StepGeometry
+from paceline.data.shard_order import describe_shards
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, VersionError
 from paceline.host.world import World
@@ -292,7 +293,7 @@ _FIXED_DATA = {
     "digest": "the data of the run in {where} has changed since it started: other files, names or sizes; restore them",
     "content_digest": "images of the run in {where} have changed since it started, under the same names and sizes "
     "({pixels}): restore them",
-    "shards": "the run in {where} was started with the shards {before}, and here they are {now}; give the same",
+    "shards": "the run in {where} was started with other shards ({before}) than these ({now}); give the same",
     "teacher": "the run in {where} started with another teacher than {teacher} is now; give distillation.teacher the "
     "same weights, preferably a checkpoint file",
 }
@@ -585,10 +586,11 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
         old_fact, new_fact = old_facts.get(key), new_facts.get(key)
         is_moved = key == "task" and is_same_class(str(old_fact), str(new_fact))
         if is_known and old_fact != new_fact and not is_moved:
+            before, now = map(describe_shards, (old_fact, new_fact)) if key == "shards" else (old_fact, new_fact)
             problem = message.format(
                 where=where,
-                before=old_fact,
-                now=new_fact,
+                before=before,
+                now=now,
                 pixels=request.plan.reasons.get("data.content_digest", "other pixels"),
                 teacher=request.recipe.distillation.teacher,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from math import isfinite
 from typing import Any, Literal
 
 from paceline_advisor import Json, frozen, named
@@ -300,12 +301,13 @@ def values_after_resume(evidence: ProgramEvidence) -> ConformCheck:
     problems, failed = [], []
     for kill in evidence.resumed():
         for name, whole in first.items():
-            spread = max(
-                (abs(whole[step] - second[name][step]) for step in whole.keys() & second[name].keys()), default=0
+            both = whole.keys() & second[name].keys()
+            spread = max(filter(isfinite, (abs(whole[step] - second[name][step]) for step in both)), default=0)
+            limit = max(
+                _TIMES_THE_SPREAD * spread, _ROUNDING * max(filter(isfinite, map(abs, whole.values())), default=0)
             )
-            limit = max(_TIMES_THE_SPREAD * spread, _ROUNDING * max(map(abs, whole.values())))
             found = kill.resumed.trace.values[name]
-            wrong = [step for step in sorted(found) if step in whole and not abs(found[step] - whole[step]) <= limit]
+            wrong = [step for step in sorted(found) if step in whole and not _near(found[step], whole[step], limit)]
             beyond = [step for step in sorted(found) if step not in whole]
             if wrong:
                 step = wrong[0]
@@ -321,6 +323,11 @@ def values_after_resume(evidence: ProgramEvidence) -> ConformCheck:
     return _answer(evidence, "values_after_resume", problems, passed, *(kill.repeat for kill in failed))
 
 
+def _near(first: float, second: float, limit: float) -> bool:
+    """Whether two numbers differ by no more than a limit, or are the same infinity or not-a-number."""
+    return repr(first) == repr(second) or abs(first - second) <= limit
+
+
 def weights_after_resume(evidence: ProgramEvidence) -> ConformCheck:
     """Whether final weights after a resume are those of an undisturbed run."""
     kills = evidence.resumed()
@@ -333,6 +340,8 @@ def weights_after_resume(evidence: ProgramEvidence) -> ConformCheck:
     if not evidence.is_repeatable:
         raise NotAskedError("two undisturbed runs use samples in different orders")
     spread = _distance(first, second)
+    if not isfinite(spread):
+        raise NotAskedError("the weights of two undisturbed runs are not finite numbers, or differ in names or shapes")
     problems, failed, largest = [], [], 0.0
     for kill in kills:
         distance = _distance(first, _weights_or_none(evidence, kill.resumed))

@@ -91,7 +91,7 @@ def read_description(path: Path) -> tuple[Description, Path]:
         )
     refuse_special_inputs(file)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
         tree = _literal(text, file) if file.suffix == ".py" else yaml.load(text, Loader=BoundedLoader)
     except (OSError, ValueError, TypeError, SyntaxError, RecursionError, yaml.YAMLError) as error:
         raise DescriptionError(f"'{file}' cannot be read: {' '.join(str(error).split())[:200]}") from None
@@ -100,8 +100,15 @@ def read_description(path: Path) -> tuple[Description, Path]:
 
 def _literal(text: str, file: Path) -> Any:
     for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and any(getattr(name, "id", "") == _VARIABLE for name in node.targets):
-            return ast.literal_eval(node.value)
+        names = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(node, ast.Assign | ast.AnnAssign) and any(getattr(name, "id", "") == _VARIABLE for name in names):
+            try:
+                return ast.literal_eval(node.value or "None")
+            except (ValueError, TypeError):
+                raise DescriptionError(
+                    f"{_VARIABLE} in '{file}' is computed, and no code of it is run; write a dict of texts, numbers "
+                    "and lists, without names, calls or f-strings."
+                ) from None
     raise DescriptionError(f"'{file}' has no {_VARIABLE} = {{...}}; add it, or write {FILE} next to the program.")
 
 

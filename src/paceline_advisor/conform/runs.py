@@ -21,6 +21,7 @@ from paceline_advisor.conform.trace import Trace, read_trace, stopped_process
 from paceline_advisor.launches import CommandProcess, OverdueError
 
 Weights = dict[str, Any]
+_LONGEST = 300  # characters of a message
 
 
 class ProgramError(PacelineError):
@@ -120,7 +121,11 @@ class Program:
             lines = overdue or launch.err.strip().splitlines()
         call = " ".join([*(f"{key}={shlex.quote(text)}" for key, text in shown.items()), shlex.join(words)])
         return LaunchedRun(
-            code=code, message=lines[-1] if lines else "", trace=read_trace(told), folder=folder, shown=call
+            code=code,
+            message=lines[-1][:_LONGEST] if lines else "no error output",
+            trace=read_trace(told),
+            folder=folder,
+            shown=call,
         )
 
     def checkpoint_steps(self, run: LaunchedRun) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ class Trace:
         reads: Samples that each rank's own process read, in order, one per batch.
         has_workers: Whether loader processes read samples.
         saves: For each checkpoint that appeared, how many batches rank 0 had used and samples it had read.
-        save_times: When each appeared.
+        save_times: When rank 0 last wrote before each was saved; others may read on before it sees the checkpoint.
         held_out: Size of the evaluation data set; likewise.
         scored: How often each sample was counted by evaluations.
         scored_reads: How often each sample was read for evaluations.
@@ -84,13 +84,14 @@ def read_trace(folder: Path) -> Trace:
     trace = Trace()
     for file in sorted(folder.glob("*.jsonl")):
         rank, pid = map(int, file.stem.split("-"))
-        counts = {"used": 0, "read": 0}
+        counts = {"used": 0, "read": 0, "t": 0}
         for line in file.read_text(encoding="utf-8").splitlines():
             try:
                 entry = json.loads(line)
             except ValueError:
                 continue
             _add(trace, entry, rank, pid, counts)
+            counts["t"] = entry["t"]
     trace.training_reads.sort(key=lambda read: read.t)
     return trace
 
@@ -103,7 +104,7 @@ def _add(trace: Trace, entry: dict[str, Any], rank: int, pid: int, counts: dict[
         trace.values[entry["name"]][entry["step"]] = entry["number"]
     elif kind == "saved" and rank == 0:
         trace.saves.append(dict(counts))
-        trace.save_times.append(entry["t"])
+        trace.save_times.append(counts["t"])
     elif kind == "used":
         counts["used"] += is_training
         if is_training:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -18,10 +21,11 @@ from torch.utils.data import DataLoader, IterableDataset
 import paceline.conform
 from paceline.errors import PacelineError
 from paceline_advisor.commands import Conform
-from paceline_advisor.conform.description import DescriptionError, read_description
-from paceline_advisor.conform.runs import LaunchedRun, Program
+from paceline_advisor.conform.checks import NotAskedError, ProgramEvidence, values_after_resume, weights_after_resume
+from paceline_advisor.conform.description import Description, DescriptionError, read_description
+from paceline_advisor.conform.runs import Kill, LaunchedRun, Program
 from paceline_advisor.conform.study import ConformReport, conform
-from paceline_advisor.conform.trace import Trace
+from paceline_advisor.conform.trace import Trace, read_trace
 
 HERE = Path(__file__).parent
 
@@ -161,6 +165,53 @@ def test_a_wrong_description_is_refused_in_one_sentence(change: dict[str, Any], 
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("value", ["dict(start='x')", "{'start': f'{x}'}", "{[]: 1}"])
+def test_a_computed_description_is_refused(value: str, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(f"CONFORM = {value}\n")
+    with pytest.raises(DescriptionError, match="is computed, and no code of it is run; write a dict"):
+        read_description(file)
+
+
+def test_a_description_may_have_an_annotation_and_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    keys = {"start": "x", "resume": "x", "epochs": 1, "checkpoints": "ck.pt"}
+    file.write_text(f"CONFORM: dict[str, object] = {keys!r}\n", encoding="utf-8-sig")
+    assert read_description(file)[0].checkpoints == "ck.pt"
+
+
+def test_numbers_that_are_not_finite_in_both_runs_are_the_same() -> None:
+    first, other = Trace(), Trace()
+    first.values["loss"], other.values["loss"] = ({1: 1.0, 2: number} for number in (float("nan"), float("nan")))
+    runs = [LaunchedRun(code=0, message="", trace=trace, folder=HERE, shown="") for trace in (first, other)]
+    evidence = ProgramEvidence(
+        description=Description(start="x", resume="x", epochs=1, checkpoints="ck"),
+        processes=1,
+        first=runs[0],
+        second=runs[1],
+        kills=(Kill(moment="", before=runs[0], resumed=runs[1]),),
+        weights=lambda run: {"w": np.array([float("nan")])},
+    )
+    assert values_after_resume(evidence).verdict == "passed"
+    with pytest.raises(NotAskedError, match="not finite numbers"):
+        weights_after_resume(evidence)
+    other.values["loss"][1] = float("nan")
+    assert values_after_resume(evidence).verdict == "failed"
+
+
+def test_reads_of_another_rank_while_a_save_is_unseen_do_not_count_as_before_it(tmp_path: Path) -> None:
+    lines = {"0-1": ("used", "saved"), "1-2": ("read",)}
+    times = {"used": 1, "read": 2, "saved": 3}
+    for name, kinds in lines.items():
+        entries = [
+            {"t": times[kind], "e": kind, "role": "train", "ids": [0], "digest": "", "draws": {}, "worker": False}
+            for kind in kinds
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+    trace = read_trace(tmp_path)
+    assert trace.save_times[0] < trace.training_reads[0].t
+
+
 def test_a_program_that_fails_undisturbed_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text(
@@ -169,6 +220,15 @@ def test_a_program_that_fails_undisturbed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PacelineError, match=r"fails undisturbed .*ZeroDivisionError") as error:
         conform(Conform(program=file), lambda _: None)
     assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("code", "message"), [("exit(3)", "no error output"), ("exit('x'*9999)", "x" * 300)])
+def test_the_error_of_a_program_is_short(code: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    keys = {"start": shlex.join(["{python}", "-c", code]), "resume": "x", "epochs": 1, "checkpoints": "ck"}
+    file.write_text(f"CONFORM = {keys!r}\n")
+    with pytest.raises(PacelineError, match=rf"fails undisturbed \(exit code \d\): {message}$"):
+        conform(Conform(program=file), lambda _: None)
 
 
 def test_a_program_that_reports_nothing_cannot_be_asked(tmp_path: Path) -> None:
@@ -184,7 +244,7 @@ def test_a_program_that_reports_nothing_cannot_be_asked(tmp_path: Path) -> None:
 def test_a_literal_that_python_cannot_make_is_refused_in_one_sentence(tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text("CONFORM = {[]: 1}\n")
-    with pytest.raises(DescriptionError, match="cannot be read: "):
+    with pytest.raises(DescriptionError, match="is computed, and no code of it is run"):
         read_description(file)
 
 

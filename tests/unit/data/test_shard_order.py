@@ -115,3 +115,19 @@ def test_each_next_window_is_fetched_ahead_and_none_after_the_last_epoch() -> No
     wanted = [orders[0][2:], orders[1][:2], orders[1][2:]]
     assert sorted(calls.get(timeout=60) for _ in wanted) == sorted(wanted)
     assert calls.empty()
+
+
+def test_a_saved_order_is_refused_with_other_shards_or_another_window() -> None:
+    files = shards([3, 2, 4], 2)
+    state = BatchOrder(9, 2, shards=files).state_dict()
+    BatchOrder(9, 2, shards=files).load_state_dict(state)
+    for other in (shards([3, 2, 4], 1), shards([2, 3, 4], 2), None):
+        with pytest.raises(CheckpointError, match="was saved with shards="):
+            BatchOrder(9, 2, shards=other).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="was saved with shards=None"):
+        BatchOrder(9, 2, shards=files).load_state_dict(BatchOrder(9, 2).state_dict())
+
+
+def test_a_window_may_be_larger_than_any_number_of_files() -> None:
+    sizes = [3, 2, 4]
+    assert np.array_equal(ShardOrder(0, 0, shards(sizes, 2**70))[:], ShardOrder(0, 0, shards(sizes, 3))[:])

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import paceline
 from paceline.data.shards import formats, index
-from paceline.errors import DataError, StorageError
+from paceline.errors import DataError, RunDirectoryError, StorageError
 from paceline.shards import Shards
 from paceline.storage import file_cache
 
@@ -107,7 +108,8 @@ def test_decode_pattern_list_and_other_files(tmp_path: Path) -> None:
         write_lines(tmp_path / name, SAMPLES[:2])
     (tmp_path / "notes.txt").touch()
     assert len(Shards(str(tmp_path / "a-*.jsonl"))) == 4
-    assert len(Shards([tmp_path / "b.jsonl"])) == 2
+    assert len(Shards([tmp_path / "b.jsonl"])) == len(Shards((tmp_path / "b.jsonl",))) == 2
+    assert len(Shards(str(tmp_path.parent / "**" / tmp_path.name / "a-*.jsonl"))) == 4
     whole = Shards(tmp_path, decode=lambda sample: sample["label"], window=2)
     assert [whole[number] for number in range(6)] == [0, 1, 0, 1, 0, 1]
     assert whole.left_out == ("files that are not shards: 1 left out ('notes.txt')",)
@@ -146,6 +148,8 @@ def test_counts_are_kept_until_a_file_changes_also_after_a_torn_line(
         ("tar", b"\x1f\x8b" + b"0" * 600, "is compressed with gzip"),
         ("tar", b"x" * 2000, "cannot be read as a .tar"),
         ("jsonl", b"", "cannot be read"),
+        ("jsonl", b"\x1f\x8b" + b"\n" * 60, "is compressed, or an archive"),
+        ("jsonl", b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
         ("mds", b"\xff" * 40, "is damaged \\(it claims 4,294,967,295 samples\\)"),
         ("mds", b"\x01", "cannot be read"),
         ("parquet", b"PAR1", "cannot be read"),
@@ -258,3 +262,20 @@ def test_a_file_that_never_fits_deletes_no_copies(stored: str, tmp_path: Path, m
     with pytest.raises(StorageError, match=r"b\.jsonl takes .* raise PACELINE_CACHE_GB"):
         Shards(stored)
     assert [each.exists() for each in copies] == [True]
+
+
+def test_a_run_says_how_its_shards_differ(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for number in range(3):
+        write_lines(tmp_path / "data" / f"{number}.jsonl", SAMPLES)
+
+    def train(window: int) -> None:
+        lines = Shards(tmp_path / "data", decode=lambda line: line["label"], window=window)
+        for _ in paceline.Loop(tmp_path / "run", lines, batch_size=21, epochs=2, overrides={"telemetry.trackers": []}):
+            pass
+
+    train(2)
+    with pytest.raises(
+        RunDirectoryError, match="shards 3 files, window 2, sizes .*here it is 3 files, window 1, sizes"
+    ):
+        train(1)

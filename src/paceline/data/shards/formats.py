@@ -18,7 +18,7 @@ from paceline.data.image.mapped import MappedFile
 from paceline.data.image.tar_index import index_tar
 from paceline.data.tables import explain_errors, mapped, require_pyarrow
 from paceline.errors import data_error
-from paceline.parsing.files import is_ignored_member, refuse_special_inputs
+from paceline.parsing.files import PACKED, is_ignored_member, refuse_special_inputs
 from paceline.parsing.plain_text import load_json
 
 _BLOCK = 2**24
@@ -59,6 +59,8 @@ class JsonLines:
         self._path = path
         with path.open("rb") as stream:
             self._content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        if self._content[:8].startswith(PACKED):
+            raise data_error(path, "is compressed, or an archive: unpack it.")
         marks = [np.array([-1]), *self._newlines(), np.array([len(self._content)])]
         ends = np.concatenate(marks)
         begin, end = ends[:-1] + 1, ends[1:]
