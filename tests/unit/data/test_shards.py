@@ -276,6 +276,6 @@ def test_a_run_says_how_its_shards_differ(tmp_path: Path) -> None:
 
     train(2)
     with pytest.raises(
-        RunDirectoryError, match="shards 3 files, window 2, sizes .*here it is 3 files, window 1, sizes"
+        RunDirectoryError, match=r"shards 3 files, window 2, sizes .*here it is 3 files, window 1, sizes"
     ):
         train(1)
