@@ -62,7 +62,7 @@ def test_a_file_that_is_no_image(
     done = paceline_here("train", *FOLDER, "data.path=photos", *net, *shape, *brief, "--run-dir", "run")
     assert (done.code, done.err.count("\n")) == (2, 4), done.err
     assert "Traceback" not in done.err
-    for word in ("'dog/9.png'", "data.on_bad=skip", "--quarantine"):
+    for word in ("has a file or folder that", "'dog/9.png'", "data.on_bad=skip", "--quarantine"):
         assert word in done.err
     assert not (tmp_path / "run").exists()
     paceline_here(

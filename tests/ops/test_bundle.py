@@ -18,7 +18,7 @@ from golden_sentences import raises
 from PIL import Image
 
 import paceline
-from paceline.checkpoint.weights import SavedWeights
+from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.cli.export import Export
 from paceline.errors import CheckpointError, PacelineError, RecipeError
 from paceline.inference.export import ExportRequest, export
@@ -180,11 +180,14 @@ def test_what_is_said_in_the_terminal_and_on_the_page(
     assert "index.html shows held-out images" in said
     shared = tmp_path / "first-folder"
 
-    done = asked(shared / "predict.py", "--top-k", 2, photos / "turned.jpg", photos / "none\x1b.jpg")
-    first, second = done.stdout.splitlines()
+    done = asked(shared / "predict.py", "--top-k", 2, photos / "turned.jpg", photos / "none\x1b.jpg", photos)
+    first, second, folder = done.stdout.splitlines()
     assert done.returncode == 1
     assert first.count(" %") == 2
     assert "No such file" in second
+    assert folder.endswith(f"  a folder; give its files: {photos / '*'}")
+    with pytest.raises(CheckpointError, match=r"Did you mean first-folder/model\.onnx\?$"):
+        read_weights(Path("first-folder"))
     assert not {"\x1b", "\x07"} & set(done.stdout)
     assert asked(shared / "predict.py", "--masks", "masks", photos / "turned.jpg").returncode == 2
 

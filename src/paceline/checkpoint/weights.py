@@ -218,7 +218,8 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
     checkpoints = target / "checkpoints"
     if is_empty and not CheckpointStore(checkpoints if checkpoints.is_dir() else target).steps():
         if not (RunDirectory(target).exists() or target.name == "checkpoints"):
-            raise CheckpointError(no_run_message(target, expected=_ACCEPTED_TARGETS), path=target)
+            suggestion = f" Did you mean {target / 'model.onnx'}?" if (target / "model.onnx").is_file() else ""
+            raise CheckpointError(no_run_message(target, expected=_ACCEPTED_TARGETS) + suggestion, path=target)
         raise CheckpointError(
             f"'{target}' holds no checkpoint; give a run that has saved one, or a checkpoint.", path=target
         )

@@ -172,6 +172,8 @@ def main() -> int:
             if options.masks is not None and mask is not None:
                 with (options.masks / f"{Path(path).stem}.png").open("xb") as file:
                     mask.save(file, "PNG")
+        except IsADirectoryError:
+            failed, error = 1, f"a folder; give its files: {Path(path) / '*'}"
         except Exception as problem:  # noqa: BLE001  # Pillow's plugins raise anything
             failed, error = 1, str(problem) or type(problem).__name__
         if options.json:

@@ -202,7 +202,8 @@ class Problems:
         sentences = {**self._fatal, **({} if skips else self._rows)}
         lines = [" ".join(starmap(_summarise_kind, sentences.items()))] if sentences else []
         if bad:
-            lines.append(f"{str(request.path)!r} has {format_count(len(bad))} files or folders that a run cannot use:")
+            found = "a file or folder" if len(bad) == 1 else f"{format_count(len(bad))} files or folders"
+            lines.append(f"{str(request.path)!r} has {found} that a run cannot use:")
             lines += [f"  {line}" for line in _count_skipped(bad, request.path).counts()]
         if bad or (sentences and not self._fatal):
             lines.append("To train without them, add data.on_bad=skip.")
