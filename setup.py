@@ -31,7 +31,7 @@ REPOSITORY = PROJECT["tool"]["paceline"]["repository"]
 
 
 def absolute(match: re.Match[str]) -> str:
-    """Return a link of README as an index needs it: to the file of this version, as it is if it is a picture."""
+    """Return a README link as an absolute address: of the file in this version, or of a picture's raw content."""
     place = "raw" if match[1].endswith((".png", ".svg")) else "blob"
     return f"]({REPOSITORY}/{place}/v{PROJECT['project']['version']}/{match[1]})"
 

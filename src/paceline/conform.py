@@ -1,8 +1,8 @@
 """What a training program tells `paceline conform`: the samples it reads and uses, and numbers such as the rate.
 
 Without that command, :func:`watched` returns the data set itself and the other functions do nothing. Each process
-appends lines to a file of its own, each in one write, so that nothing written is lost when the process is killed. This
-file needs nothing but Python: the command also lends it to environments in which Paceline is not installed.
+appends lines to a separate file, each in one write: a killed process loses no line. This file needs nothing but Python:
+the command also lends it to environments in which Paceline is not installed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def watched(dataset: _T, role: Role = "train", *, key: Callable[[Any], Any] | No
     if torch_data is None:
         return base(dataset, role, key)  # type: ignore[no-any-return]  # it behaves like the data set
     kind = torch_data.Dataset if base is _Indexed else torch_data.IterableDataset
-    return _joined(base, kind)(dataset, role, key)  # type: ignore[no-any-return]  # likewise
+    return _joined(base, kind)(dataset, role, key)  # type: ignore[no-any-return]  # it behaves like the data set
 
 
 def used(ids: Iterable[Any], role: Role = "train") -> None:
@@ -62,7 +62,7 @@ class _Log:
 
     ``PACELINE_CONFORM`` is the folder of the lines, ``PACELINE_CONFORM_SAVES`` the pattern of checkpoints, and
     ``PACELINE_CONFORM_STOP`` a JSON object: after ``at`` lines of the ``kind`` in rank 0 the process kills itself, or
-    with ``tear`` it ends in the first write beyond so many bytes of a file.
+    with ``tear`` it ends in the first write that would make a file larger than ``tear`` bytes.
     """
 
     def __init__(self, folder: str) -> None:
@@ -73,7 +73,7 @@ class _Log:
         self.units, self.seen = {"read": 0, "used": 0}, self.look()
 
     def look(self) -> list[tuple[str, int, int]]:
-        """Return the checkpoints as they are, to see that one was saved."""
+        """Return path, time and size of each checkpoint file; they change when one is saved."""
         found = []
         for top in sorted(glob.glob(self.saves)) if self.saves else ():
             for path in (top, *(os.path.join(at, name) for at, _, names in os.walk(top) for name in sorted(names))):

@@ -158,7 +158,7 @@ class Program:
                 found = dict(_flat(load_file(file)))
             else:
                 found = dict(_flat(torch.load(file, map_location="cpu", weights_only=True)))
-        except Exception as error:  # noqa: BLE001  # each library has errors of its own, and files hold anything
+        except Exception as error:  # noqa: BLE001  # the readers raise many kinds of errors for a damaged file
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(f"{self.description.weights} cannot be read ({reason[:200]})") from None
         if not found:
@@ -181,7 +181,7 @@ class Program:
 
 
 def torn_file(run: LaunchedRun, size: int) -> str | None:
-    """Return the file that a limit of so many bytes cut short; None if the run ended outside a save."""
+    """Return the file that was cut at ``size`` bytes; None if the run did not end within a save."""
     if run.code not in (-signal.SIGXFSZ, -signal.SIGKILL, 1):
         return None
     found = (path for path in run.folder.rglob("*") if path.is_file() and path.stat().st_size == size)

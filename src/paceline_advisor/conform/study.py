@@ -133,7 +133,7 @@ def _versions(python: Path, packages: tuple[str, ...]) -> dict[str, str | None]:
 
 
 def _evidence(program: Program, processes: int, log: Log) -> ProgramEvidence:
-    """Run the program with so many processes, undisturbed and killed."""
+    """Run the program with ``processes`` processes, undisturbed and killed."""
     whole = []
     for name in ("first", "second"):
         log(f"{processes} process{'es' if processes > 1 else ''}: {name} undisturbed run")

@@ -34,7 +34,7 @@ def test_each_sample_once_and_any_slice_alone(
     begin = data.draw(st.integers(0, len(ids)))
     end = data.draw(st.integers(begin, len(ids)))
     assert np.array_equal(order[begin:end], ids[begin:end])
-    # No file is read outside of its window, and each window has so many.
+    # Each window reads all samples of its files, and no other file.
     read = [files.locate(int(each))[0] for each in ids]
     at = 0
     for first in range(0, len(sizes), window):

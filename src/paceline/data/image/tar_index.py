@@ -111,7 +111,7 @@ def _scan(file: MappedFile) -> tuple[list[str], list[tuple[int, int]], list[byte
 def _members(archive: tarfile.TarFile, file: MappedFile) -> Iterator[tarfile.TarInfo]:
     """Yield the members of a tar except folders, without keeping them in memory."""
     while (member := archive.next()) is not None:
-        archive.members.clear()  # type: ignore[attr-defined]  # or the head of each would stay
+        archive.members.clear()  # type: ignore[attr-defined]  # it keeps the head of each member
         if member.size < 0 or (member.isreg() and member.offset_data + member.size > file.size):
             raise _damaged(file, f"its member at byte {member.offset} extends beyond the end")
         if not member.isdir():

@@ -1,6 +1,6 @@
 """How many samples each shard has: counted once by several threads, and kept in the user's cache.
 
-Each count is appended to a file as soon as it is known, so an interrupted index continues.
+Each count is written as soon as it is known, so an interrupted index continues.
 """
 
 from __future__ import annotations
